@@ -1,0 +1,20 @@
+"""Other people's bytes. The file name is the registry: a module here that defines ``modules`` and ``read`` is a source."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+
+def listing(package: str, path: list[str], needs: tuple[str, ...]) -> dict[str, ModuleType]:
+    """The modules of a package that define every name in ``needs``, by file name."""
+    found = {info.name: import_module(f"{package}.{info.name}") for info in iter_modules(path)}
+    return {name: module for name, module in sorted(found.items()) if all(hasattr(module, need) for need in needs)}
+
+
+@cache
+def sources() -> dict[str, ModuleType]:
+    """Every source format: ``{"gptq": module, ...}``."""
+    return listing(__name__, list(__path__), ("modules", "describe", "read", "write"))

@@ -1,0 +1,93 @@
+"""Fields of a few bits in little-endian streams, and the index maps from matrix coordinates to fields.
+
+A layout is written once, as a function from coordinates to (word, field); packing, unpacking and the pictures in
+the documentation all come from that function through ``Tile``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def pack_stream(values: Array, bits: int) -> Array:
+    """uint8 [.., c] codes -> uint32 [.., c * bits / 32], value i at bits ``bits * i`` of the stream (may straddle words).
+
+    c * bits must be a multiple of 32. For 2, 4 and 8 bits this is the usual packing of 32 / bits fields a word.
+    """
+    lead, count = values.shape[:-1], values.shape[-1]
+    assert count * bits % 32 == 0, (count, bits)
+    if 32 % bits == 0:
+        fields = np.ascontiguousarray(values).reshape(*lead, -1, 32 // bits)
+        words = np.zeros(fields.shape[:-1], np.uint32)
+        for p in range(32 // bits):
+            words |= fields[..., p].astype(np.uint32) << np.uint32(bits * p)
+        return words
+    one_bit_each = np.unpackbits(np.ascontiguousarray(values)[..., None], axis=-1, count=bits, bitorder="little")
+    stream = np.packbits(one_bit_each.reshape(*lead, -1), axis=-1, bitorder="little")
+    return stream.view("<u4").astype(np.uint32, copy=False)
+
+
+def unpack_stream(words: Array, bits: int) -> Array:
+    """The inverse of ``pack_stream``: uint32 or int32 [.., w] -> uint8 [.., w * 32 / bits]."""
+    words = np.ascontiguousarray(words)
+    lead, count = words.shape[:-1], words.shape[-1] * 32 // bits
+    if 32 % bits == 0:
+        unsigned, mask = words.view(np.uint32), np.uint32(2**bits - 1)
+        fields = np.empty((*words.shape, 32 // bits), np.uint8)
+        for p in range(32 // bits):
+            fields[..., p] = (unsigned >> np.uint32(bits * p)) & mask
+        return fields.reshape(*lead, count)
+    stream = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(*lead, count, bits)
+    return np.packbits(stream, axis=-1, bitorder="little")[..., 0]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of k x n codes stored as one run of 32-bit words, in the order ``place`` says."""
+
+    k: int
+    n: int
+    bits: int
+    place: Callable[[Array, Array], tuple[Array, Array]]
+    """(k in tile, n in tile) -> (word, field within the word, lowest first); elementwise on integer arrays."""
+
+    @cached_property
+    def order(self) -> Array:
+        """intp [k * n]: the field at stream position i holds the code at row-major position order[i]."""
+        k, n = np.meshgrid(np.arange(self.k), np.arange(self.n), indexing="ij")
+        word, field = self.place(k, n)
+        order = np.argsort((word * (32 // self.bits) + field).reshape(-1))
+        return order
+
+    def pack(self, codes: Array) -> Array:
+        """uint8 [.., K, N] -> int32 [.., K / k, N / n * words a tile]; K and N are multiples of the tile's."""
+        *lead, K, N = codes.shape
+        tiles = codes.reshape(*lead, K // self.k, self.k, N // self.n, self.n).swapaxes(-3, -2)
+        tiles = tiles.reshape(*lead, K // self.k, N // self.n, self.k * self.n)
+        return pack_stream(tiles[..., self.order], self.bits).reshape(*lead, K // self.k, -1).view(np.int32)
+
+    def unpack(self, words: Array) -> Array:
+        """The inverse of ``pack``."""
+        *lead, kt, per_row = words.shape
+        nt = per_row * (32 // self.bits) // (self.k * self.n)
+        stream = unpack_stream(words.reshape(*lead, kt, nt, -1), self.bits)
+        tiles = np.empty_like(stream)
+        tiles[..., self.order] = stream
+        tiles = tiles.reshape(*lead, kt, nt, self.k, self.n).swapaxes(-3, -2)
+        return tiles.reshape(*lead, kt * self.k, nt * self.n)
+
+    def picture(self, rows: int, cols: int) -> str:
+        """The first rows x cols of the tile, each entry 'word.field'; rows run along k, columns along n."""
+        k, n = np.meshgrid(np.arange(rows), np.arange(cols), indexing="ij")
+        word, field = self.place(k, n)
+        lines = ["  k\\n" + "".join(f"{j:7d}" for j in range(cols))]
+        lines += [f"{i:5d}" + "".join(f"{word[i, j]:5d}.{field[i, j]}" for j in range(cols)) for i in range(rows)]
+        return "\n".join(lines)

@@ -1,0 +1,55 @@
+"""What a layout's ``plan`` returns: which kernels to launch, how, and why. Pure data; the runtime carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """The facts a plan may depend on, and nothing else (never timing at run time)."""
+
+    arch: int
+    """Compute capability x 10: 75, 80, 86, 89, 90, 100, 120."""
+    sms: int
+    shared: int
+    """Bytes of shared memory one block may opt in to."""
+    nvrtc: tuple[int, int] = (0, 0)
+    """Version of the compiler that will build the kernels; before 13.3 no wgmma with A in registers."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One kernel launch.
+
+    ``kernel`` is the stem of its .cu file and its entry's name, ``variant`` its template argument: values of the
+    file's ``Variant`` struct in field order. ``args`` names its parameters in order: a tensor of the module by suffix
+    (``qweight``), ``x``, ``y``, ``gathered`` (x in stored column order), ``scratch``, ``counters`` are pointers, null
+    where the module has none; ``m``, ``n``, ``k``, ``n_padded``, ``k_padded``, ``group`` are int32; ``ldx`` and
+    ``ldy`` (row strides in elements) are int64.
+    """
+
+    kernel: str
+    variant: tuple[int, ...]
+    target: str
+    """sm_80, sm_90a, ...: what to compile for."""
+    grid: tuple[int, int, int]
+    block: int
+    shared: int
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of one product y[m, n] = x[m, k] @ W.T (+ bias), in order."""
+
+    stages: tuple[Stage, ...]
+    why: str
+    scratch: int = 0
+    """Bytes of scratch, contents undefined before and after."""
+    gathered: int = 0
+    """Bytes for x in stored column order (act-order or padding), 0 when the kernels read x itself."""
+    counters: int = 0
+    """uint32 words, zero before; the kernels leave them zero."""
+    rejected: tuple[tuple[str, str], ...] = ()
+    """(variant, reason) of every candidate not chosen."""
