@@ -1,4 +1,4 @@
-"""Other people's bytes. The file name is the registry: a module here that defines ``modules`` and ``read`` is a source."""
+"""Other people's bytes. The file name is the registry: a module here that defines the four names below is a source."""
 
 from __future__ import annotations
 

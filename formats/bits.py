@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 def pack_stream(values: Array, bits: int) -> Array:
-    """uint8 [.., c] codes -> uint32 [.., c * bits / 32], value i at bits ``bits * i`` of the stream (may straddle words).
+    """uint8 [.., c] codes -> uint32 [.., c * bits / 32], value i at bits ``bits * i`` (may straddle words).
 
     c * bits must be a multiple of 32. For 2, 4 and 8 bits this is the usual packing of 32 / bits fields a word.
     """

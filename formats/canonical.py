@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -219,7 +218,10 @@ def spread(grid: Array, block: tuple[int, int], n: int, k: int) -> Array:
 
 
 def _product(levels: Iterable[Level], n: int, k: int) -> Array:
-    return prod((spread(level.data.astype(np.float64), level.block, n, k) for level in levels), start=np.float64(1))  # type: ignore[return-value]
+    out: Array = np.ones((1, 1))
+    for level in levels:
+        out = out * spread(level.data.astype(np.float64), level.block, n, k)
+    return out
 
 
 def dequantize(q: QuantTensor, dtype: DTypeLike = np.float32) -> Array:
@@ -241,7 +243,7 @@ def dequantize(q: QuantTensor, dtype: DTypeLike = np.float32) -> Array:
 
 
 def widened(element: Element) -> Element:
-    """The 4-bit element that holds a 2- or 3-bit one losslessly (u2b2 -> u4b8, u3 -> u4); others are returned as they are."""
+    """The 4-bit element that holds a 2- or 3-bit one losslessly (u2b2 -> u4b8, u3 -> u4), or the element itself."""
     if element.bits not in (2, 3):
         return element
     return ELEMENTS["u4b8" if element.bias else "u4"]
@@ -274,6 +276,6 @@ def same(a: QuantTensor, b: QuantTensor) -> str | None:
     for part in ("codes", "perm", "bias"):
         if differs(getattr(a, part), getattr(b, part)):
             return part
-    if (a.zero is None) != (b.zero is None) or (a.zero is not None and not np.array_equal(a.zero, b.zero)):
-        return "zero"
-    return None
+    if a.zero is None or b.zero is None:
+        return None if a.zero is b.zero else "zero"
+    return None if np.array_equal(a.zero, b.zero) else "zero"

@@ -54,7 +54,8 @@ TILES = {4: Tile(TILE_K, TILE_N, 4, _place4), 8: Tile(TILE_K, TILE_N, 8, _place8
 
 def _column(position: Array) -> Array:
     """Position 8i + v of 64 holds column i + 8v: a lane's column finds its eight columns side by side."""
-    return position // 8 + 8 * (position % 8)
+    column: Array = position // 8 + 8 * (position % 8)
+    return column
 
 
 SCALE_COLUMNS = _column(np.arange(TILE_N))
@@ -64,7 +65,7 @@ SCALE_COLUMNS = _column(np.arange(TILE_N))
 def reorder(grid: Array, columns: Array) -> Array:
     """[.., N] -> [.., N] with stored position p of every ``len(columns)`` taken from column columns[p]."""
     blocks = grid.reshape(*grid.shape[:-1], -1, len(columns))
-    return blocks[..., columns].reshape(grid.shape)
+    return np.ascontiguousarray(blocks[..., columns]).reshape(grid.shape)
 
 
 def restore(grid: Array, columns: Array) -> Array:

@@ -36,9 +36,9 @@ SCALES = ("f16", "bf16", "f32")
 
 def _zero_column(bits: int, position: Array) -> Array:
     """Column of the zero point at a stored position of every 64: a lane's eight (or four) columns share a word."""
-    if bits == 4:
-        return position // 8 + 8 * np.array([0, 2, 4, 6, 1, 3, 5, 7])[position % 8]
-    return position // 8 + 8 * (4 * (position // 4 % 2) + np.array([0, 2, 1, 3])[position % 4])
+    interleave = np.array({4: [0, 2, 4, 6, 1, 3, 5, 7], 8: [0, 2, 1, 3, 4, 6, 5, 7]}[bits])
+    column: Array = position // 8 + 8 * interleave[position % 8]
+    return column
 
 
 ZERO_COLUMNS = {bits: _zero_column(bits, np.arange(TILE_N)) for bits in (4, 8)}
@@ -65,7 +65,7 @@ def accepts(q: Outline) -> str | None:
         return (
             f"zero point {q.zero_max} does not fit {q.element.bits} bits; read the zeros with --zero-wrap lane or word"
         )
-    if q.zero_max is not None and q.element.bias:
+    if q.zero_max is not None and (q.element.bias or q.element.signed):
         return f"element {q.element.name} already carries a fixed zero point"
     return None
 
