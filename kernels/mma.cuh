@@ -1,0 +1,136 @@
+// Every inline PTX instruction of the mma.sync kernels, one function each; nothing here knows a format or a layout.
+// No CUDA header is needed: 16-bit numbers travel as bits, in u16 or in pairs in u32 (element 0 in the low half).
+#pragma once
+#include "elements.h"
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define DEVICE __device__ __forceinline__
+
+// ---- bits ----
+
+// LUT: evaluate the wanted expression on a = 0xF0, b = 0xCC, c = 0xAA.
+template <int LUT>
+DEVICE u32 lop3(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(LUT));
+  return d;
+}
+constexpr int AND_OR = 0xEA, AND_XOR = 0x6A;
+
+// Byte i of the result is byte (SELECT >> 4i) & 7 of b:a.
+template <int SELECT>
+DEVICE u32 prmt(u32 a, u32 b) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "n"(SELECT));
+  return d;
+}
+DEVICE u32 both_low(u32 pair) { return prmt<0x1010>(pair, pair); }
+DEVICE u32 both_high(u32 pair) { return prmt<0x3232>(pair, pair); }
+
+// ---- 16-bit arithmetic on pairs ----
+
+template <Dtype T>
+DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+  u32 d;
+  if constexpr (T == Dtype::f16)
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// bf16 add and mul exist from sm_90 on only; as fma they exist everywhere and cost the same. -0 keeps a zero's sign.
+template <Dtype T>
+DEVICE u32 add2(u32 a, u32 b) {
+  return fma2<T>(a, T == Dtype::f16 ? 0x3C003C00u : 0x3F803F80u, b);
+}
+template <Dtype T>
+DEVICE u32 mul2(u32 a, u32 b) {
+  return fma2<T>(a, b, 0x80008000u);
+}
+
+template <Dtype T>
+DEVICE float to_float(u16 bits) {
+  float f;
+  if constexpr (T == Dtype::f16)
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+  else
+    f = __uint_as_float(u32(bits) << 16);
+  return f;
+}
+template <Dtype T>
+DEVICE u16 from_float(float f) {
+  u16 bits;
+  if constexpr (T == Dtype::f16)
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));
+  else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));
+  return bits;
+}
+
+// ---- tensor cores ----
+
+// d[16, 8] += a[16, 16] b[16, 8]. Lane 4g + t holds a0 (row g, k 2t 2t+1), a1 (row g+8), a2 (row g, k + 8), a3 (g+8, k + 8);
+// b0 (k 2t 2t+1, column g), b1 (k + 8); d0 d1 (row g, columns 2t 2t+1), d2 d3 (row g+8).
+template <Dtype T>
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (T == Dtype::f16)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
+DEVICE void ldmatrix4(u32 (&d)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address));
+}
+
+// ---- memory ----
+
+DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// Bytes that are read once: past L1, and the neighbouring sectors into L2 at once.
+DEVICE uint4 load_once(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+// Bytes that another warp of the block reads too.
+DEVICE uint4 load_again(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+// 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero.
+DEVICE void copy16(u32 to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// One more arrival at a counter; the old count. Orders what the block wrote before with what the last one reads after.
+DEVICE u32 arrive(u32* counter) {
+  u32 old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(counter) : "memory");
+  return old;
+}
