@@ -1,0 +1,245 @@
+"""The caller's arrays: adopted without a copy where they live, and results of the same kind.
+
+A kind is where an array comes from (numpy, cupy, torch, any DLPack exporter). Everything behind this module sees
+``Operand``: a pointer, a shape and strides.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+ACTIVATIONS: dict[str, np.dtype[Any]] = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+_SHORT = {"float16": "f16", "bfloat16": "bf16"}
+ITEM = 2
+"""Bytes of one activation."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Borrowed memory: ``strides`` in elements, ``device`` the CUDA ordinal or None for host memory."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    """``f16``, ``bf16``, or the foreign name of a type no kernel takes."""
+    device: int | None
+    owner: Any
+    """The array that keeps the memory alive."""
+    writable: bool = True
+
+    @property
+    def rows(self) -> int:
+        return prod(self.shape[:-1])
+
+    @property
+    def row_stride(self) -> int | None:
+        """Elements between rows when the operand is one matrix of contiguous rows, else None."""
+        *lead, width = self.shape
+        if width > 1 and self.strides[-1] != 1:
+            return None
+        stride, extent = None, 1
+        for size, step in zip(reversed(lead), reversed(self.strides[:-1]), strict=True):
+            if size == 1:
+                continue
+            if stride is None:
+                stride = step
+            elif step != stride * extent:
+                return None
+            extent *= size
+        stride = width if stride is None else stride
+        return stride if stride >= width or self.rows <= 1 else None
+
+    def span(self) -> tuple[int, int]:
+        """First byte and the byte after the last that any element occupies."""
+        if 0 in self.shape:
+            return self.pointer, self.pointer
+        reach = [(size - 1) * step for size, step in zip(self.shape, self.strides, strict=True)]
+        low = sum(step for step in reach if step < 0)
+        high = sum(step for step in reach if step > 0)
+        return self.pointer + low * ITEM, self.pointer + (high + 1) * ITEM
+
+
+def _steps(x: Any) -> tuple[int, ...]:
+    """Strides in elements. Raises ValueError for a view whose elements do not lie on a grid of whole elements."""
+    if any(size > 1 and step % x.itemsize for size, step in zip(x.shape, x.strides, strict=True)):
+        raise ValueError(f"strides of {list(x.strides)} bytes are not whole {x.dtype} elements; pass a contiguous copy")
+    return tuple(step // x.itemsize for step in x.strides)
+
+
+class Kind(Protocol):
+    """One array library."""
+
+    name: str
+
+    def operand(self, x: Any) -> Operand:
+        """Raises TypeError for what cannot be adopted."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        """A new array of this kind where ``like`` lives."""
+
+    def stream(self, device: int) -> int:
+        """The handle of the caller's current CUDA stream on a device."""
+
+
+class NumpyKind:
+    name = "numpy"
+
+    def operand(self, x: Any) -> Operand:
+        dtype = x.dtype.name if x.dtype.isnative else x.dtype.str
+        return Operand(x.ctypes.data, x.shape, _steps(x), _SHORT.get(dtype, dtype), None, x, x.flags.writeable)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        return np.empty(shape, ACTIVATIONS[dtype])
+
+    def stream(self, device: int) -> int:
+        return CupyKind().stream(device)
+
+
+class CupyKind:
+    name = "cupy"
+
+    def operand(self, x: Any) -> Operand:
+        return Operand(x.data.ptr, x.shape, _steps(x), _SHORT.get(x.dtype.name, x.dtype.name), x.device.id, x)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        import cupy
+
+        return cupy.empty(shape, ACTIVATIONS[dtype])
+
+    def stream(self, device: int) -> int:
+        import cupy
+
+        return int(cupy.cuda.get_current_stream(device).ptr)
+
+
+class TorchKind:
+    name = "torch"
+
+    def operand(self, x: Any) -> Operand:
+        import torch
+
+        if x.requires_grad and torch.is_grad_enabled():
+            raise TypeError(
+                "x requires grad and warptile computes no gradients; pass x.detach() or use torch.no_grad()"
+            )
+        if x.layout != torch.strided:
+            raise TypeError(f"x has layout {x.layout}; need a strided tensor")
+        if x.device.type not in ("cpu", "cuda"):
+            raise TypeError(f"x is on {x.device}; need a cuda or cpu tensor")
+        dtype = str(x.dtype).removeprefix("torch.")
+        device = x.device.index if x.device.type == "cuda" else None
+        return Operand(x.data_ptr(), tuple(x.shape), x.stride(), _SHORT.get(dtype, dtype), device, x)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        import torch
+
+        return torch.empty(shape, dtype={"f16": torch.float16, "bf16": torch.bfloat16}[dtype], device=like.device)
+
+    def stream(self, device: int) -> int:
+        import torch
+
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+class DLPackKind:
+    """Any other exporter: adopted through DLPack, and the result handed back through its namespace's from_dlpack."""
+
+    name = "dlpack"
+
+    def operand(self, x: Any) -> Operand:
+        device_type = x.__dlpack_device__()[0]
+        try:
+            if device_type in (2, 13):  # kDLCUDA, kDLCUDAManaged
+                import cupy
+
+                return CupyKind().operand(cupy.from_dlpack(x))
+            return NumpyKind().operand(np.from_dlpack(x))
+        except (BufferError, RuntimeError, ImportError, ValueError) as error:
+            raise TypeError(f"cannot adopt {type(x).__name__} through DLPack: {error}") from error
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        source = CupyKind() if like.__dlpack_device__()[0] in (2, 13) else NumpyKind()
+        array = source.empty(shape, dtype, like)
+        namespace = getattr(like, "__array_namespace__", None)
+        return namespace().from_dlpack(array) if namespace is not None else array
+
+    def stream(self, device: int) -> int:
+        return CupyKind().stream(device)
+
+
+def kind_of(x: Any) -> Kind:
+    """The library an array comes from. Raises TypeError for what is no array."""
+    if isinstance(x, np.ndarray):
+        return NumpyKind()
+    for module, base, kind in (("cupy", "ndarray", CupyKind), ("torch", "Tensor", TorchKind)):
+        if module in sys.modules and isinstance(x, getattr(sys.modules[module], base)):
+            made: Kind = kind()
+            return made
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return DLPackKind()
+    raise TypeError(f"x is {type(x).__name__}; need a cupy, torch, numpy or other DLPack array")
+
+
+def host_view(operand: Operand) -> Array:
+    """The numpy view of host memory; no copy, writable."""
+    extent = (operand.span()[1] - operand.span()[0]) // ITEM
+    assert operand.device is None
+    if not extent:
+        return np.empty(operand.shape, ACTIVATIONS[operand.dtype])
+    import ctypes
+
+    low = operand.span()[0]
+    raw = np.frombuffer((ctypes.c_uint16 * extent).from_address(low), np.uint16)
+    view = np.lib.stride_tricks.as_strided(
+        raw[(operand.pointer - low) // ITEM :], operand.shape, [s * ITEM for s in operand.strides]
+    )
+    return view.view(ACTIVATIONS[operand.dtype])
+
+
+def check(name: str, n: int, k: int, x: Operand, out: Operand | None) -> None:
+    """Refuse, before anything runs, what does not fit a linear of n x k. Raises TypeError or ValueError."""
+    if x.dtype not in ACTIVATIONS:
+        raise TypeError(f"{name}: x is {x.dtype}; need float16 or bfloat16")
+    if not x.shape or x.shape[-1] != k:
+        raise ValueError(f"{name}: x has shape {list(x.shape)}; need [.., {k}]")
+    if x.pointer % ITEM:
+        raise ValueError(f"{name}: x starts at an odd byte; need whole {x.dtype} elements")
+    if x.rows >= 2**31:
+        raise ValueError(f"{name}: x has {x.rows} rows; need fewer than 2^31")
+    if out is None:
+        return
+    want = (*x.shape[:-1], n)
+    if out.shape != want:
+        raise ValueError(f"{name}: out has shape {list(out.shape)}; need {list(want)}")
+    if not out.writable:
+        raise ValueError(f"{name}: out is read-only")
+    if out.dtype != x.dtype:
+        raise TypeError(f"{name}: out is {out.dtype}, x is {x.dtype}; need the same")
+    if out.pointer % ITEM:
+        raise ValueError(f"{name}: out starts at an odd byte; need whole {out.dtype} elements")
+    if out.row_stride is None:
+        raise ValueError(f"{name}: out has strides {list(out.strides)}; need one matrix of contiguous rows")
+    if _overlap(x, out):
+        raise ValueError(f"{name}: out overlaps x; need memory of its own")
+
+
+def _overlap(a: Operand, b: Operand) -> bool:
+    """Whether two operands share an element. Column slices of one buffer (a common row stride) are told apart."""
+    (a0, a1), (b0, b1) = a.span(), b.span()
+    if a.device != b.device or a1 <= b0 or b1 <= a0 or a0 == a1 or b0 == b1:
+        return False
+    if a.row_stride is None or a.row_stride != b.row_stride:
+        return True
+    pitch, distance = a.row_stride * ITEM, b.pointer - a.pointer
+    column = distance % pitch
+    return column < a.shape[-1] * ITEM or column + b.shape[-1] * ITEM > pitch

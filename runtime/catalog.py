@@ -1,0 +1,143 @@
+"""What an artifact can multiply with, by name: converted modules, and the passed-through ones a reader or numpy decodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..formats import sources
+from ..formats.artifact import Artifact
+from ..formats.canonical import Outline, QuantTensor, dequantize
+from ..formats.container import Checkpoint
+from ..kernels import layouts
+
+Array = NDArray[Any]
+
+PLAIN = {"F16": "f16", "BF16": "bf16", "F32": "f32"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear of ``n`` outputs and ``k`` inputs. ``layout`` is None when it passed through conversion as it was."""
+
+    name: str
+    n: int
+    k: int
+    experts: int | None
+    element: str
+    """``u4b8``, ``u8``, ...; for plain weights their dtype."""
+    layout: str | None
+    group: int | None = None
+    scale: str | None = None
+    zero: bool = False
+    act_order: bool = False
+    bias: bool = False
+
+
+def _converted(name: str, spec: dict[str, Any]) -> Module:
+    return Module(
+        name=name,
+        n=spec["n"],
+        k=spec["k"],
+        experts=spec["experts"],
+        element=spec["element"],
+        layout=spec["layout"],
+        group=spec["group"],
+        scale=spec["scale"],
+        zero=spec["zero"] is not None,
+        act_order=bool(spec["perm"]),
+        bias=bool(spec["bias"]),
+    )
+
+
+def _foreign(name: str, q: Outline) -> Module:
+    return Module(
+        name=name,
+        n=q.n,
+        k=q.k,
+        experts=q.experts,
+        element=q.element.name,
+        layout=None,
+        group=q.group,
+        scale=q.scales[0][0],
+        zero=q.zero_max is not None or bool(q.offsets),
+        act_order=q.perm,
+        bias=bool(q.bias),
+    )
+
+
+class Catalog:
+    """The linears and pass-through tensors of one artifact; reads no weights until asked."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self.artifact = artifact
+        self._rest = _untouched(artifact)
+        self._readers: dict[str, ModuleType] = {}
+        self.modules = {name: _converted(name, spec) for name, spec in artifact.modules.items()}
+        for source in sources().values():
+            for name in source.modules(self._rest):
+                self._readers[name] = source
+                self.modules[name] = _foreign(name, source.describe(self._rest, name))
+        tensors = self._rest.tensors
+        for full, tensor in tensors.items():
+            name = full.removesuffix(".weight")
+            if name != full and name not in self.modules and tensor.dtype in PLAIN and len(tensor.shape) == 2:
+                n, k = tensor.shape
+                self.modules[name] = Module(name, n, k, None, PLAIN[tensor.dtype], None, bias=f"{name}.bias" in tensors)
+
+    def module(self, name: str) -> Module:
+        """By name, with or without ``.weight``. Raises KeyError naming close matches."""
+        found = self.modules.get(name) or self.modules.get(name.removesuffix(".weight"))
+        if found is None:
+            raise KeyError(_unknown("linear", name, self.modules))
+        return found
+
+    def tensor(self, name: str) -> Array:
+        """A pass-through tensor as it is stored, memory mapped. Raises KeyError naming close matches."""
+        tensors = self._rest.tensors
+        if name not in tensors:
+            raise KeyError(_unknown("pass-through tensor", name, tensors))
+        array: Array = tensors[name].array()
+        return array
+
+    def quant(self, module: Module) -> QuantTensor | None:
+        """The canonical form, or None for plain weights."""
+        if module.layout is not None:
+            return self.artifact.quant(module.name)
+        if module.name in self._readers:
+            q: QuantTensor = self._readers[module.name].read(self._rest, module.name)
+            return q
+        return None
+
+    def plain(self, module: Module) -> tuple[Array, Array | None]:
+        """Weights [n, k] and bias [n] of a plain module, as stored."""
+        return self.tensor(f"{module.name}.weight"), self.tensor(f"{module.name}.bias") if module.bias else None
+
+    def decoded(self, module: Module, dtype: Any = np.float64) -> tuple[Array, Array | None]:
+        """Weights [(E,) n, k] in logical order, rounded once to ``dtype``, and the bias as stored."""
+        q = self.quant(module)
+        if q is not None:
+            return dequantize(q, dtype), q.bias
+        weight, bias = self.plain(module)
+        return weight.astype(dtype), bias
+
+
+def _untouched(artifact: Artifact) -> Checkpoint:
+    """The artifact's checkpoint less the tensors of converted modules, under the source's own quantisation config."""
+    taken = set()
+    for name, spec in artifact.modules.items():
+        suffixes = [*layouts()[spec["layout"]].expected(spec), *(f"source.{s}" for s in spec.get("residue", ()))]
+        taken |= {f"{name}.{suffix}" for suffix in suffixes}
+    checkpoint = artifact.checkpoint
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in taken}
+    return replace(checkpoint, tensors=tensors, quantization=checkpoint.quantization.get("source", {}))
+
+
+def _unknown(what: str, name: str, known: dict[str, Any]) -> str:
+    close = get_close_matches(name, known, n=3, cutoff=0.5) or sorted(known)[:3]
+    return f"no {what} named {name!r}; close: {', '.join(close) or 'none, there are no such names'}"

@@ -1,0 +1,225 @@
+"""A session: one artifact, one device, products by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from ..formats.artifact import Artifact, open_artifact
+from ..kernels import layouts
+from . import arrays
+from .arrays import Kind, Operand
+from .catalog import Catalog, Module
+from .reference import Reference
+
+SCRATCH_LIMIT = 1 << 30
+
+
+class Backend(Protocol):
+    """What the session needs of a device."""
+
+    device: str
+
+    @property
+    def scratch_bytes(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def linear(
+        self, module: Module, kind: Kind, x: Operand, out: Operand | None, expert: int | None, given: Any
+    ) -> Any: ...
+    def dequantize(self, module: Module) -> Any: ...
+    def tensor(self, name: str) -> Any: ...
+    def explain(self, module: Module, m: int, dtype: str) -> tuple[str, ...]: ...
+    def load(self, modules: Sequence[Module]) -> None: ...
+    def prepare(self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str]) -> None: ...
+    def release(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a product runs as it does; ``str()`` is the text for people."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    device: str
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.name}: y[{self.m}, {self.n}] = x[{self.m}, {self.k}] @ W.T on {self.device}"
+        return "\n".join([head, *(f"  {line}" for line in self.lines)])
+
+
+class Session:
+    """Maps an artifact and multiplies with its linears.
+
+    ``source`` is an artifact's file or directory, or an artifact already open. ``device`` is ``cuda:<i>`` or ``cpu``;
+    by default the first CUDA device, and the NumPy reference backend where there is none. ``cubins`` is a folder of
+    kernels built beforehand (default: the environment variable WARPTILE_CUBINS). ``scratch_limit`` caps, in bytes,
+    the scratch memory kept between calls; what a captured graph uses is kept whatever the cap.
+
+    Safe to use from several threads and on several streams at once. Every method of a closed session raises
+    RuntimeError. Opening raises the errors of ``open_artifact``, and RuntimeError when the device cannot be used.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Artifact,
+        device: str | None = None,
+        *,
+        cubins: str | os.PathLike[str] | None = None,
+        scratch_limit: int = SCRATCH_LIMIT,
+    ) -> None:
+        artifact = open_artifact(source, layouts()) if isinstance(source, (str, os.PathLike)) else source
+        self._catalog = Catalog(artifact)
+        self._live: Backend | None = _open(self._catalog, device, cubins, scratch_limit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free everything on the device. A captured graph that used this session must not be replayed afterwards."""
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+    @property
+    def _backend(self) -> Backend:
+        if self._live is None:
+            raise RuntimeError("the session is closed; open a new one")
+        return self._live
+
+    @property
+    def device(self) -> str:
+        return self._backend.device
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of device scratch held for later calls and captured graphs."""
+        return self._backend.scratch_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of device memory that hold modules."""
+        return self._backend.weight_bytes
+
+    def release(self) -> None:
+        """Free cached scratch, except what captured graphs use."""
+        self._backend.release()
+
+    def names(self) -> list[str]:
+        """Every name ``linear`` takes."""
+        assert self._backend is not None
+        return list(self._catalog.modules)
+
+    def module(self, name: str) -> Module:
+        """The shape and types of a linear. Raises KeyError naming close matches."""
+        assert self._backend is not None
+        return self._catalog.module(name)
+
+    def tensor(self, name: str) -> Any:
+        """A pass-through tensor in its stored shape: numpy on the cpu (read-only), cupy on a CUDA device.
+
+        Types that cupy has no name for come as unsigned integers of the same width. Raises KeyError.
+        """
+        return self._backend.tensor(name)
+
+    def dequantize(self, name: str) -> Any:
+        """The decoded weights, float32 [n, k] or [E, n, k] in logical order, without bias; numpy or cupy."""
+        return self._backend.dequantize(self._catalog.module(name))
+
+    def linear(self, name: str, x: Any, out: Any = None, expert: int | None = None) -> Any:
+        """y = x @ W.T (+ bias), accumulated in fp32, rounded once to x's type.
+
+        ``x`` is [.., k] float16 or bfloat16, any strides; the result [.., n] is of x's kind, type and place. ``out``
+        takes the result instead: x's kind and type, rows contiguous, not overlapping x. ``expert`` picks one of a
+        stacked module. Work goes on the caller's current stream.
+
+        Raises KeyError (name), TypeError (kind or type), ValueError (shape, device, overlap), RuntimeError (a launch
+        failed, or a graph is being captured and ``prepare`` has not been called; the session stays usable).
+        """
+        backend = self._backend
+        module = self._catalog.module(name)
+        _check_expert(module, expert)
+        kind = arrays.kind_of(x)
+        source, target = kind.operand(x), None
+        if out is not None:
+            if type(arrays.kind_of(out)) is not type(kind):
+                raise TypeError(
+                    f"{module.name}: out is {arrays.kind_of(out).name}, x is {kind.name}; need the same kind"
+                )
+            target = kind.operand(out)
+        arrays.check(module.name, module.n, module.k, source, target)
+        return backend.linear(module, kind, source, target, expert, out)
+
+    def explain(self, name: str, m: int, dtype: str = "float16") -> Explanation:
+        """Which kernels would multiply an x of m rows, how and why, and what was rejected."""
+        backend, module = self._backend, self._catalog.module(name)
+        lines = backend.explain(module, _extent(m), _activation(dtype))
+        return Explanation(module.name, m, module.n, module.k, backend.device, lines)
+
+    def load(self, names: Iterable[str] | None = None) -> None:
+        """Upload modules now instead of on first use; all of them by default."""
+        self._backend.load([self._catalog.module(name) for name in self._names(names)])
+
+    def prepare(
+        self,
+        m: int | Iterable[int],
+        dtype: str | Iterable[str] = ("float16", "bfloat16"),
+        names: Iterable[str] | None = None,
+    ) -> None:
+        """Upload, compile and allocate for products of m rows, so that a graph capture finds everything in place."""
+        ms = [_extent(value) for value in ([m] if isinstance(m, int) else m)]
+        dtypes = [_activation(value) for value in ([dtype] if isinstance(dtype, str) else dtype)]
+        self._backend.prepare([self._catalog.module(name) for name in self._names(names)], ms, dtypes)
+
+    def _names(self, names: Iterable[str] | None) -> Iterable[str]:
+        return self._catalog.modules if names is None else names
+
+
+def _check_expert(module: Module, expert: int | None) -> None:
+    if module.experts is None:
+        if expert is not None:
+            raise ValueError(f"{module.name}: expert={expert} given; this module has no experts")
+    elif expert is None:
+        raise ValueError(f"{module.name}: holds {module.experts} experts; say which with expert=")
+    elif not 0 <= expert < module.experts:
+        raise ValueError(f"{module.name}: expert {expert} of {module.experts}; need 0..{module.experts - 1}")
+
+
+def _extent(m: int) -> int:
+    if not 0 <= m < 2**31:
+        raise ValueError(f"m is {m}; need 0 <= m < 2^31")
+    return int(m)
+
+
+def _activation(dtype: str) -> str:
+    short = {"float16": "f16", "bfloat16": "bf16"}.get(dtype, dtype)
+    if short not in arrays.ACTIVATIONS:
+        raise TypeError(f"activations of {dtype}; need float16 or bfloat16")
+    return short
+
+
+def _open(catalog: Catalog, device: str | None, cubins: str | os.PathLike[str] | None, scratch_limit: int) -> Backend:
+    """The backend of a device by name. Raises ValueError for a bad name, RuntimeError for a device that is not there."""
+    if device == "cpu":
+        return Reference(catalog)
+    if device is not None and not (device == "cuda" or device.removeprefix("cuda:").isdecimal()):
+        raise ValueError(f"device is {device!r}; need cuda:<i> or cpu")
+    from .device import Cuda, devices
+
+    count, why = devices()
+    if device is None and not count:
+        return Reference(catalog)
+    index = int(device.removeprefix("cuda:")) if device not in (None, "cuda") else 0
+    if index >= count:
+        raise RuntimeError(f"no device cuda:{index}; {why or f'found {count}'}")
+    return Cuda(catalog, index, cubins, scratch_limit)
