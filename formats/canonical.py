@@ -137,6 +137,10 @@ class Outline:
     perm: bool = False
     bias: str | None = None
     """The bias's dtype name."""
+    source: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What ``read`` will give as ``QuantTensor.source``: a file's header is written before any code is read."""
+    residue: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...] = ()
+    """(suffix, dtype, shape) of ``QuantTensor.residue``."""
 
     @property
     def group(self) -> int:
@@ -190,6 +194,8 @@ class QuantTensor:
             tuple((s.dtype, s.block) for s in self.offsets),
             self.perm is not None,
             None if self.bias is None else _SCALE_NAMES[self.bias.dtype],
+            self.source,
+            tuple((suffix, data.dtype, data.shape) for suffix, data in self.residue.items()),
         )
 
     def check(self) -> QuantTensor:
