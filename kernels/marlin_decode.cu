@@ -1,0 +1,186 @@
+// y[m, n] = x[m, k] W^T for m <= 16: time is the time of reading W once, so W goes from global memory straight into
+// registers, and everything else keeps out of the way.
+//
+//   grid (columns of blocks, splits of k); a block takes every gridDim.x-th 64-wide tile and one range of k.
+//   Its warps split that range; each keeps DEPTH k16 slices (16 or 32 bytes a lane) in flight, also across tiles.
+//   x of the range lies in shared memory for all tiles, in fragment order:
+//
+//       slice | token | t | k = 2t 2t+1 2t+8 2t+9        one 8-byte read gives a lane b0, b1 of mma.m16n8k16
+//
+//   Sums of a group are scaled in fp32, added over the warps in order, then over the splits in order by the last block.
+#include "decode.cuh"
+#include "output.cuh"
+
+struct Variant {
+  int element, x, scale; // Element, Dtype, Dtype
+  int zero;              // 1: zero points from qzeros
+  int run;               // slices that share a scale: 1, 2, 4, 8; 0: one scale for all of k
+  int blocks;            // of 8 tokens: 1 or 2
+};
+
+constexpr int MAX_THREADS(Variant v) { return v.blocks == 1 ? 512 : 256; }
+constexpr int RED = 68; // floats of a token's row in the reduction buffer: 64, and 4 to spread the banks
+
+// Slices in flight. Short runs keep as many scales in flight as slices, so they keep fewer.
+constexpr int depth(Variant v) { return facts(Element(v.element)).bits == 8 || v.run == 1 ? 4 : 8; }
+
+// Eight channels of a row of x at stored position p; 0 beyond k.
+DEVICE uint4 gather8(const u16* row, const int* perm, int p, int k, bool vectors) {
+  if (vectors && p + 8 <= k) return *reinterpret_cast<const uint4*>(row + p);
+  u16 v[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    int from = perm ? perm[p + i] : p + i;
+    v[i] = from < k ? row[from] : u16(0);
+  }
+  return {v[0] | u32(v[1]) << 16, v[2] | u32(v[3]) << 16, v[4] | u32(v[5]) << 16, v[6] | u32(v[7]) << 16};
+}
+
+template <Variant V>
+__global__ void __launch_bounds__(MAX_THREADS(V), 1)
+    marlin_decode(const uint4* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
+                  const int* __restrict__ perm, const void* __restrict__ bias, const u16* __restrict__ x, u16* y,
+                  float* scratch, u32* counters, int m, int n, int k, int n_padded, int k_padded, int group,
+                  i64 ldx, i64 ldy, i64 bias_type) {
+  constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
+  using D = Decode<Element(V.element), T, V.zero != 0>;
+  constexpr int DEPTH = depth(V), R = V.run ? V.run : 4, RUNS = DEPTH / R, NB = V.blocks;
+  constexpr int VECTORS = D::TILE_WORDS / 4; // 16-byte loads of a lane in one tile
+  static_assert(DEPTH % R == 0);
+
+  extern __shared__ __align__(16) u8 shared[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+  const int tiles = n_padded / 64, slices = k_padded / 16, per_group = V.run ? group / 16 : slices;
+  auto part = [&](int i) { return R * int(i64(slices / R) * i / (int(gridDim.y) * warps)); };
+  const int first = part(blockIdx.y * warps), last = part((blockIdx.y + 1) * warps); // slices of the block
+  const int begin = part(blockIdx.y * warps + warp), end = part(blockIdx.y * warps + warp + 1);
+
+  u32 q[DEPTH][D::TILE_WORDS], zero_words[RUNS][D::WORDS];
+  Scales<S> scale[RUNS];
+  auto fetch_slice = [&](int i, int tile, int slice) {
+    const uint4* from = qweight + ((i64(slice) * tiles + tile) * 32 + lane) * VECTORS;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      uint4 w = VECTORS == 1 ? load_once(from) : load_again(from + v);
+      q[i][4 * v] = w.x, q[i][4 * v + 1] = w.y, q[i][4 * v + 2] = w.z, q[i][4 * v + 3] = w.w;
+    }
+  };
+  auto fetch_scale = [&](int r, int tile, int slice) {
+    i64 row = per_group == R ? slice / R : slice / per_group;
+    scale[r].load(scales + (row * n_padded + tile * 64 + g * 8) * bytes_of(S));
+    if constexpr (V.zero) {
+#pragma unroll
+      for (int h = 0; h < D::WORDS; h++)
+        zero_words[r][h] = qzeros[(row * tiles + tile) * 8 * D::WORDS + g * D::WORDS + h];
+    }
+  };
+
+  // The first loads of W do not wait for x.
+  int next_tile = blockIdx.x, next = begin; // where the coming loads read
+  auto advance = [&] {
+    next += DEPTH;
+    if (next >= end) next = begin, next_tile += gridDim.x;
+  };
+#pragma unroll
+  for (int i = 0; i < DEPTH; i++)
+    if (next + i < end) fetch_slice(i, next_tile, next + i);
+  if constexpr (V.run != 0) {
+#pragma unroll
+    for (int r = 0; r < RUNS; r++)
+      if (next + r * R < end) fetch_scale(r, next_tile, next + r * R);
+  }
+  advance();
+
+  uint2* xs = reinterpret_cast<uint2*>(shared);
+  const bool vectors = perm == nullptr && (reinterpret_cast<u64>(x) | u64(ldx) * 2) % 16 == 0;
+  for (int token = 0; token < m; token++)
+#pragma unroll 4
+    for (int h = threadIdx.x; h < (last - first) * 2; h += blockDim.x) {
+      uint4 v = gather8(x + token * ldx, perm, first * 16 + h * 8, k, vectors);
+      u32* to = reinterpret_cast<u32*>(xs + (h / 2 * m + token) * 4) + h % 2;
+      to[0] = v.x, to[2] = v.y, to[4] = v.z, to[6] = v.w;
+    }
+  __syncthreads();
+
+  float* sums = reinterpret_cast<float*>(xs + (last - first) * m * 4); // [2][warps][m][RED]
+  const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
+  int parity = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
+    float total[NB][4][4] = {};
+    if constexpr (V.run == 0) fetch_scale(0, tile, 0);
+    for (int slice = begin; slice < end; slice += DEPTH) {
+#pragma unroll
+      for (int r = 0; r < RUNS; r++) {
+        const bool work = R == DEPTH || slice + r * R < end;
+        const bool more = next_tile < tiles && (R == DEPTH || next + r * R < end);
+        float group_sum[NB][4][4] = {};
+        auto& sum = V.run ? group_sum : total;
+        Zero low[4], high[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          low[j] = high[j] = D::fixed();
+          if constexpr (V.zero) D::zeros(zero_words[V.run ? r : 0], j, low[j], high[j]);
+        }
+#pragma unroll
+        for (int i = r * R; i < r * R + R; i++) {
+          if (work) {
+            uint2 b[NB];
+#pragma unroll
+            for (int nb = 0; nb < NB; nb++)
+              b[nb] = xs[((slice + i - first) * m + min(nb * 8 + g, m - 1)) * 4 + t];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+              u32 a[4];
+              D::block(&q[i][j * D::WORDS], low[j], high[j], a);
+#pragma unroll
+              for (int nb = 0; nb < NB; nb++) mma<T>(sum[nb][j], a, b[nb].x, b[nb].y);
+            }
+          }
+          if (more) fetch_slice(i, next_tile, next + i);
+        }
+        if constexpr (V.run != 0) {
+          if (work) {
+#pragma unroll
+            for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+              for (int j = 0; j < 4; j++)
+#pragma unroll
+                for (int c = 0; c < 4; c++)
+                  total[nb][j][c] = fmaf(scale[r].at(2 * j + c / 2), group_sum[nb][j][c], total[nb][j][c]);
+          }
+          if (more) fetch_scale(r, next_tile, next + r * R);
+        }
+      }
+      advance();
+    }
+
+    float* mine = sums + (parity * warps + warp) * m * RED;
+#pragma unroll
+    for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+          int token = nb * 8 + 2 * t + c % 2;
+          float v = V.run ? total[nb][j][c] : total[nb][j][c] * scale[0].at(2 * j + c / 2);
+          if (token < m) mine[token * RED + 16 * j + 8 * (c / 2) + g] = v;
+        }
+    __syncthreads();
+    for (int e = threadIdx.x; e < m * 64; e += blockDim.x) {
+      const int token = e / 64, column = tile * 64 + e % 64;
+      float v = 0;
+      for (int w = 0; w < warps; w++) v += sums[((parity * warps + w) * m + token) * RED + e % 64];
+      if (gridDim.y == 1)
+        out.store<T>(token, column, v);
+      else
+        scratch[(i64(blockIdx.y) * m + token) * n_padded + column] = v;
+    }
+    if (gridDim.y > 1 && last_to_arrive(counters + tile, gridDim.y))
+      for (int e = threadIdx.x; e < m * 64; e += blockDim.x) {
+        const int token = e / 64, column = tile * 64 + e % 64;
+        float v = 0;
+        for (int s = 0; s < int(gridDim.y); s++) v += __ldcg(scratch + (i64(s) * m + token) * n_padded + column);
+        out.store<T>(token, column, v);
+      }
+  }
+}

@@ -1,0 +1,265 @@
+// y[m, n] = x[m, k] W^T for m > 16. Eight warps share a block of 64 * wn features x 8 * blocks * wm tokens:
+//
+//   wn along features, wm along tokens, wk = 8 / (wn * wm) along k; a warp's tile is 64 features x 8 * blocks tokens
+//
+// W goes from global memory into registers, one step of 64 k ahead: nobody else in the block wants it (wm = 1), or L1
+// has it (wm = 2). x goes through a ring of shared memory: rows of 64 k, 16-byte chunk c of row r at chunk c ^ (r % 8).
+//
+// Blocks stay: whole output tiles first, dealt out in turn; the tiles that would leave a ragged last wave are cut along
+// k into equal shares (`streams` of them), whose partial sums the last block of a tile adds in order of k.
+#include "decode.cuh"
+#include "output.cuh"
+
+struct Variant {
+  int element, x, scale; // Element, Dtype, Dtype
+  int zero;              // 1: zero points from qzeros
+  int run;               // slices that share a scale: 1, 2, 4; 0: one scale for all of k
+  int blocks, wn, wm;
+};
+
+constexpr int THREADS = 256;
+constexpr int SLICES = 4; // k16 slices of a warp's step
+
+template <Variant V>
+struct Shape {
+  static constexpr int WN = V.wn, WM = V.wm, WK = 8 / (WN * WM), NB = V.blocks;
+  static constexpr int FEATURES = 64 * WN, TOKENS = 8 * NB * WM, STEP = 64 * WK;
+  static constexpr int STAGE = TOKENS * STEP * 2; // bytes of x
+  static constexpr int STAGES = STAGE > 16384 ? 3 : 4;
+  static constexpr int FLOATS = FEATURES * TOKENS;
+  static constexpr int ROW = FEATURES + 8; // u16 of a token's row on the way out, padded to spread the banks
+  static_assert((WK - 1) * FLOATS * 4 <= STAGE * STAGES);
+};
+
+template <Variant V>
+__global__ void __launch_bounds__(THREADS, 1)
+    marlin_tiled(const uint4* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
+                 const void* __restrict__ bias, const u16* __restrict__ x, u16* y, float* scratch, u32* counters,
+                 int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx, i64 ldy, i64 bias_type,
+                 i64 waves, i64 streams) {
+  constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
+  using D = Decode<Element(V.element), T, V.zero != 0>;
+  using P = Shape<V>;
+  constexpr int R = V.run ? V.run : SLICES, RUNS = SLICES / R, NB = P::NB, VECTORS = D::TILE_WORDS / 4;
+  constexpr bool SCALE_PAIRS = V.run != 0 && S == T;  // the product rounds once: the 16-bit weight itself
+  constexpr bool SCALE_SUMS = V.run != 0 && S != T;   // fp32 sums of a run, scaled in fp32
+
+  extern __shared__ __align__(128) u8 shared[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int kw = warp / (P::WN * P::WM), mw = warp / P::WN % P::WM, nw = warp % P::WN;
+  const int tiles = n_padded / 64, per_group = V.run ? group / 16 : 4;
+  const int rows = (m + P::TOKENS - 1) / P::TOKENS, steps = (k_padded + P::STEP - 1) / P::STEP;
+  const int all = rows * ((tiles + P::WN - 1) / P::WN); // plan() keeps it in 31 bits
+  const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
+
+  auto run_segment = [&](int id, int first, int last) {
+    const int m0 = id % rows * P::TOKENS, tile = id / rows * P::WN + nw;
+    const bool inside = tile < tiles; // the last block of features may be short
+
+    // A thread copies chunk c of every 32nd row of the stage; a row is one token's 64 k of one k part.
+    const int c = threadIdx.x % 8, r = threadIdx.x / 8;
+    const u32 copy_to = shared_address(shared) + r * 128 + (c ^ r % 8) * 16;
+    const u16* copy_from = x + (m0 + r) * ldx + c * 8;
+    auto copy_x = [&](int step, int ring) {
+#pragma unroll
+      for (int i = 0; i < P::STAGE / 16 / THREADS; i++) {
+        const int down = i * 32 % P::TOKENS, from = step * P::STEP + i * 32 / P::TOKENS * 64;
+        const int bytes = m0 + r + down < m ? max(0, min(16, (k - from - c * 8) * 2)) : 0;
+        copy16(copy_to + ring * P::STAGE + i * 32 * 128, copy_from + down * ldx + from, bytes);
+      }
+    };
+
+    u32 q[SLICES][D::TILE_WORDS], zero_words[RUNS][D::WORDS];
+    Scales<S> scale[RUNS];
+    auto has = [&](int step) { return inside && step < last && step * P::STEP + kw * 64 < k_padded; };
+    auto slice_of = [&](int step) { return (step * P::WK + kw) * SLICES; };
+    auto fetch_slice = [&](int i, int step) {
+      const uint4* from = qweight + ((i64(slice_of(step) + i) * tiles + tile) * 32 + lane) * VECTORS;
+#pragma unroll
+      for (int v = 0; v < VECTORS; v++) {
+        uint4 w = VECTORS == 1 && P::WM == 1 ? load_once(from) : load_again(from + v);
+        q[i][4 * v] = w.x, q[i][4 * v + 1] = w.y, q[i][4 * v + 2] = w.z, q[i][4 * v + 3] = w.w;
+      }
+    };
+    auto fetch_scale = [&](int r, int slice) {
+      const i64 row = V.run == 0 ? 0 : per_group == R ? slice / R : slice / per_group;
+      if constexpr (V.run != 0) scale[r].load(scales + (row * n_padded + tile * 64 + g * 8) * bytes_of(S));
+      if constexpr (V.zero) {
+#pragma unroll
+        for (int h = 0; h < D::WORDS; h++)
+          zero_words[r][h] = qzeros[(row * tiles + tile) * 8 * D::WORDS + g * D::WORDS + h];
+      }
+    };
+
+    if (has(first)) {
+#pragma unroll
+      for (int i = 0; i < SLICES; i++) fetch_slice(i, first);
+#pragma unroll
+      for (int r = 0; r < RUNS; r++) fetch_scale(r, slice_of(first) + r * R);
+    }
+#pragma unroll
+    for (int s = 0; s < P::STAGES - 1; s++) {
+      if (first + s < last) copy_x(first + s, s);
+      copy_commit();
+    }
+
+    float total[NB][4][4] = {};
+    for (int step = first, ring = 0; step < last; step++, ring = ring + 1 == P::STAGES ? 0 : ring + 1) {
+      copy_wait<P::STAGES - 2>();
+      __syncthreads();
+      if (step + P::STAGES - 1 < last) copy_x(step + P::STAGES - 1, ring ? ring - 1 : P::STAGES - 1);
+      copy_commit();
+      if (!has(step)) continue;
+      const bool more = has(step + 1);
+      const u32 part = shared_address(shared) + ring * P::STAGE +
+                       (kw * P::TOKENS + mw * 8 * NB + lane / 16 * 8 + lane % 8) * 128;
+#pragma unroll
+      for (int r = 0; r < RUNS; r++) {
+        float run_sum[SCALE_SUMS ? NB : 1][4][4] = {};
+        Zero low[4], high[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          low[j] = high[j] = D::fixed();
+          if constexpr (V.zero) D::zeros(zero_words[r], j, low[j], high[j]);
+        }
+#pragma unroll
+        for (int i = r * R; i < r * R + R; i++) {
+          u32 b[NB / 2][4];
+#pragma unroll
+          for (int p = 0; p < NB / 2; p++)
+            ldmatrix4(b[p], part + p * 16 * 128 + ((2 * i + lane / 8 % 2) ^ lane % 8) * 16);
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            u32 a[4];
+            D::block(&q[i][j * D::WORDS], low[j], high[j], a);
+            if constexpr (SCALE_PAIRS) {
+              const u32 s0 = scale[r].pair(2 * j), s1 = scale[r].pair(2 * j + 1);
+              a[0] = mul2<T>(a[0], s0), a[1] = mul2<T>(a[1], s1), a[2] = mul2<T>(a[2], s0), a[3] = mul2<T>(a[3], s1);
+            }
+#pragma unroll
+            for (int nb = 0; nb < NB; nb++) {
+              if constexpr (SCALE_SUMS)
+                mma<T>(run_sum[nb][j], a, b[nb / 2][nb % 2 * 2], b[nb / 2][nb % 2 * 2 + 1]);
+              else
+                mma<T>(total[nb][j], a, b[nb / 2][nb % 2 * 2], b[nb / 2][nb % 2 * 2 + 1]);
+            }
+          }
+          if (more) fetch_slice(i, step + 1);
+        }
+        if constexpr (SCALE_SUMS) {
+#pragma unroll
+          for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+#pragma unroll
+              for (int c = 0; c < 4; c++)
+                total[nb][j][c] = fmaf(scale[r].at(2 * j + c / 2), run_sum[nb][j][c], total[nb][j][c]);
+        }
+        if (V.run != 0 && more) fetch_scale(r, slice_of(step + 1) + r * R);
+      }
+    }
+    copy_wait<0>();
+    __syncthreads(); // the ring is free
+
+    // Sums of the k parts, in order, into the warps with kw = 0.
+    constexpr int WARP_VECTORS = NB * 4 * 32; // float4 of a warp's tile
+    float4* sums = reinterpret_cast<float4*>(shared);
+    const int mine = (mw * P::WN + nw) * WARP_VECTORS + lane;
+    auto vector = [&](int nb, int j) -> float4& { return *reinterpret_cast<float4*>(total[nb][j]); };
+    auto add = [&](int nb, int j, float4 v) {
+      total[nb][j][0] += v.x, total[nb][j][1] += v.y, total[nb][j][2] += v.z, total[nb][j][3] += v.w;
+    };
+    if constexpr (P::WK > 1) {
+      if (kw > 0) {
+#pragma unroll
+        for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+          for (int j = 0; j < 4; j++)
+            sums[(kw - 1) * (P::FLOATS / 4) + mine + (nb * 4 + j) * 32] = vector(nb, j);
+      }
+      __syncthreads();
+      if (kw == 0) {
+        for (int w = 0; w < P::WK - 1; w++)
+#pragma unroll
+          for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) add(nb, j, sums[w * (P::FLOATS / 4) + mine + (nb * 4 + j) * 32]);
+      }
+      __syncthreads();
+    }
+
+    if (last - first < steps) {
+      // A share of a tile. Streaming block c owns units [units c / streams, ..); its first share goes to slot 2c, a later
+      // one to 2c + 1.
+      const int place = id - int(waves) * gridDim.x; // among the tiles that are cut
+      const i64 units = i64(all - id + place) * steps, start = i64(place) * steps;
+      auto owner = [&](i64 unit) { return int(((unit + 1) * streams - 1) / units); };
+      auto slot = [&](int c) {
+        return reinterpret_cast<float4*>(scratch) + i64(2 * c + (units * c / streams < start)) * (P::FLOATS / 4) + mine;
+      };
+      if (kw == 0) {
+        float4* to = slot(blockIdx.x);
+#pragma unroll
+        for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) to[(nb * 4 + j) * 32] = vector(nb, j);
+      }
+      const int from = owner(start), until = owner(start + steps - 1);
+      if (!last_to_arrive(counters + place, u32(until - from + 1))) return;
+      if (kw == 0) {
+#pragma unroll
+        for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) vector(nb, j) = {0, 0, 0, 0};
+        for (int c = from; c <= until; c++) {
+          const float4* part = slot(c);
+#pragma unroll
+          for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) add(nb, j, __ldcg(part + (nb * 4 + j) * 32));
+        }
+      }
+    }
+
+    // Rounded rows in shared memory, then out in 16-byte words.
+    u16* staged = reinterpret_cast<u16*>(shared);
+    if (kw == 0 && inside) {
+      if constexpr (V.run == 0) scale[0].load(scales + (tile * 64 + g * 8) * i64(bytes_of(S)));
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int column = nw * 64 + 16 * j + 8 * h + g;
+          const float by = V.run ? 1.0f : scale[0].at(2 * j + h), plus = out.bias_at(id / rows * P::FEATURES + column);
+#pragma unroll
+          for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+              staged[((mw * NB + nb) * 8 + 2 * t + c) * P::ROW + column] = from_float<T>(total[nb][j][2 * h + c] * by + plus);
+        }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < P::TOKENS * P::FEATURES / 8; e += THREADS) {
+      const int token = e / (P::FEATURES / 8), column = e % (P::FEATURES / 8) * 8;
+      out.store8(m0 + token, id / rows * P::FEATURES + column,
+                 *reinterpret_cast<const uint4*>(staged + token * P::ROW + column));
+    }
+    __syncthreads();
+  };
+
+  // Whole tiles in turn, then the tiles that this block's share of the rest cuts; one loop, so that the work is
+  // compiled once. plan() keeps the units of the rest in 31 bits.
+  const int whole = int(waves) * gridDim.x;
+  for (int turn = 0;; turn++) {
+    int id = turn * gridDim.x + blockIdx.x, first = 0, last = steps;
+    if (turn >= waves) {
+      if (blockIdx.x >= streams) return;
+      const i64 units = i64(all - whole) * steps;
+      const int unit = int(units * blockIdx.x / streams), unit_end = int(units * (blockIdx.x + 1) / streams);
+      const int tile = unit / steps + turn - int(waves);
+      if (tile * steps >= unit_end) return;
+      id = whole + tile, first = max(0, unit - tile * steps), last = min(steps, unit_end - tile * steps);
+    }
+    run_segment(id, first, last);
+  }
+}
