@@ -25,8 +25,8 @@ class Stage:
     ``kernel`` is the stem of its .cu file and its entry's name, ``variant`` its template argument: values of the
     file's ``Variant`` struct in field order. ``args`` names its parameters in order: a tensor of the module by suffix
     (``qweight``), ``x``, ``y``, ``gathered`` (x in stored column order), ``scratch``, ``counters`` are pointers, null
-    where the module has none; ``m``, ``n``, ``k``, ``n_padded``, ``k_padded``, ``group`` are int32; ``ldx`` and
-    ``ldy`` (row strides in elements) are int64.
+    where the module has none; ``m``, ``n``, ``k``, ``n_padded``, ``k_padded``, ``group`` are int32; ``ldx``, ``ldy``
+    and ``ld_gathered`` (row strides in elements; the last is k_padded) are int64. A number stands for itself, int32.
     """
 
     kernel: str
@@ -36,7 +36,7 @@ class Stage:
     grid: tuple[int, int, int]
     block: int
     shared: int
-    args: tuple[str, ...]
+    args: tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Plan:
     scratch: int = 0
     """Bytes of scratch, contents undefined before and after."""
     gathered: int = 0
-    """Bytes for x in stored column order (act-order or padding), 0 when the kernels read x itself."""
+    """Bytes for x in stored column order (act-order, or rows of x that do not start on 16 bytes), 0 when unused."""
     counters: int = 0
     """uint32 words, zero before; the kernels leave them zero."""
     rejected: tuple[tuple[str, str], ...] = ()

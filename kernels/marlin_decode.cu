@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(MAX_THREADS(V), 1)
     marlin_decode(const uint4* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
                   const int* __restrict__ perm, const void* __restrict__ bias, const u16* __restrict__ x, u16* y,
                   float* scratch, u32* counters, int m, int n, int k, int n_padded, int k_padded, int group,
-                  i64 ldx, i64 ldy, i64 bias_type) {
+                  i64 ldx, i64 ldy, int bias_type) {
   constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
   using D = Decode<Element(V.element), T, V.zero != 0>;
   constexpr int DEPTH = depth(V), R = V.run ? V.run : 4, RUNS = DEPTH / R, NB = V.blocks;

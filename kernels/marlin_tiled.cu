@@ -35,8 +35,8 @@ template <Variant V>
 __global__ void __launch_bounds__(THREADS, 1)
     marlin_tiled(const uint4* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
                  const void* __restrict__ bias, const u16* __restrict__ x, u16* y, float* scratch, u32* counters,
-                 int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx, i64 ldy, i64 bias_type,
-                 i64 waves, i64 streams) {
+                 int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx, i64 ldy, int bias_type,
+                 int rows, int steps, int waves, int streams) {
   constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
   using D = Decode<Element(V.element), T, V.zero != 0>;
   using P = Shape<V>;
@@ -48,7 +48,6 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int kw = warp / (P::WN * P::WM), mw = warp / P::WN % P::WM, nw = warp % P::WN;
   const int tiles = n_padded / 64, per_group = V.run ? group / 16 : 4;
-  const int rows = (m + P::TOKENS - 1) / P::TOKENS, steps = (k_padded + P::STEP - 1) / P::STEP;
   const int all = rows * ((tiles + P::WN - 1) / P::WN); // plan() keeps it in 31 bits
   const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
 
@@ -191,7 +190,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (last - first < steps) {
       // A share of a tile. Streaming block c owns units [units c / streams, ..); its first share goes to slot 2c, a later
       // one to 2c + 1.
-      const int place = id - int(waves) * gridDim.x; // among the tiles that are cut
+      const int place = id - waves * gridDim.x; // among the tiles that are cut
       const i64 units = i64(all - id + place) * steps, start = i64(place) * steps;
       auto owner = [&](i64 unit) { return int(((unit + 1) * streams - 1) / units); };
       auto slot = [&](int c) {
@@ -249,14 +248,14 @@ __global__ void __launch_bounds__(THREADS, 1)
 
   // Whole tiles in turn, then the tiles that this block's share of the rest cuts; one loop, so that the work is
   // compiled once. plan() keeps the units of the rest in 31 bits.
-  const int whole = int(waves) * gridDim.x;
+  const int whole = waves * gridDim.x;
   for (int turn = 0;; turn++) {
     int id = turn * gridDim.x + blockIdx.x, first = 0, last = steps;
     if (turn >= waves) {
       if (blockIdx.x >= streams) return;
       const i64 units = i64(all - whole) * steps;
       const int unit = int(units * blockIdx.x / streams), unit_end = int(units * (blockIdx.x + 1) / streams);
-      const int tile = unit / steps + turn - int(waves);
+      const int tile = unit / steps + turn - waves;
       if (tile * steps >= unit_end) return;
       id = whole + tile, first = max(0, unit - tile * steps), last = min(steps, unit_end - tile * steps);
     }
