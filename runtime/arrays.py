@@ -6,8 +6,10 @@ A kind is where an array comes from (numpy, cupy, torch, any DLPack exporter). E
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from math import prod
 from typing import Any, Protocol
 
@@ -59,6 +61,11 @@ class Operand:
         stride = width if stride is None else stride
         return stride if stride >= width or self.rows <= 1 else None
 
+    @property
+    def aligned(self) -> bool:
+        """Whether every row starts on 16 bytes."""
+        return self.row_stride is not None and (self.pointer | self.row_stride * ITEM) % 16 == 0
+
     def span(self) -> tuple[int, int]:
         """First byte and the byte after the last that any element occupies."""
         if 0 in self.shape:
@@ -87,11 +94,30 @@ class Kind(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
         """A new array of this kind where ``like`` lives."""
 
+    def target(self, result: Any) -> Operand:
+        """The memory of what ``empty`` made."""
+
+    def deliver(self, result: Any, like: Any) -> Any:
+        """What ``empty`` made, finished and as the caller gets it."""
+
     def stream(self, device: int) -> int:
         """The handle of the caller's current CUDA stream on a device."""
 
 
-class NumpyKind:
+class _Native:
+    """A library whose own arrays hold the result from the start."""
+
+    def operand(self, x: Any) -> Operand:
+        raise NotImplementedError
+
+    def target(self, result: Any) -> Operand:
+        return self.operand(result)
+
+    def deliver(self, result: Any, like: Any) -> Any:
+        return result
+
+
+class NumpyKind(_Native):
     name = "numpy"
 
     def operand(self, x: Any) -> Operand:
@@ -105,11 +131,11 @@ class NumpyKind:
         return CupyKind().stream(device)
 
 
-class CupyKind:
+class CupyKind(_Native):
     name = "cupy"
 
     def operand(self, x: Any) -> Operand:
-        return Operand(x.data.ptr, x.shape, _steps(x), _SHORT.get(x.dtype.name, x.dtype.name), x.device.id, x)
+        return Operand(x.data.ptr, x.shape, _steps(x), _SHORT.get(x.dtype.name, x.dtype.name), x.data.device_id, x)
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
         import cupy
@@ -122,7 +148,7 @@ class CupyKind:
         return int(cupy.cuda.get_current_stream(device).ptr)
 
 
-class TorchKind:
+class TorchKind(_Native):
     name = "torch"
 
     def operand(self, x: Any) -> Operand:
@@ -152,26 +178,31 @@ class TorchKind:
 
 
 class DLPackKind:
-    """Any other exporter: adopted through DLPack, and the result handed back through its namespace's from_dlpack."""
+    """Any other exporter: adopted through DLPack; the result goes back through its namespace's from_dlpack."""
 
     name = "dlpack"
 
-    def operand(self, x: Any) -> Operand:
-        device_type = x.__dlpack_device__()[0]
-        try:
-            if device_type in (2, 13):  # kDLCUDA, kDLCUDAManaged
-                import cupy
+    def _via(self, x: Any) -> Kind:
+        on_cuda = x.__dlpack_device__()[0] in (2, 13)  # kDLCUDA, kDLCUDAManaged
+        return CupyKind() if on_cuda else NumpyKind()
 
-                return CupyKind().operand(cupy.from_dlpack(x))
-            return NumpyKind().operand(np.from_dlpack(x))
+    def operand(self, x: Any) -> Operand:
+        via = self._via(x)
+        try:
+            library = import_module(via.name)
+            return replace(via.operand(library.from_dlpack(x)), owner=x)
         except (BufferError, RuntimeError, ImportError, ValueError) as error:
             raise TypeError(f"cannot adopt {type(x).__name__} through DLPack: {error}") from error
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        source = CupyKind() if like.__dlpack_device__()[0] in (2, 13) else NumpyKind()
-        array = source.empty(shape, dtype, like)
+        return self._via(like).empty(shape, dtype, like)
+
+    def target(self, result: Any) -> Operand:
+        return kind_of(result).operand(result)
+
+    def deliver(self, result: Any, like: Any) -> Any:
         namespace = getattr(like, "__array_namespace__", None)
-        return namespace().from_dlpack(array) if namespace is not None else array
+        return result if namespace is None else namespace().from_dlpack(result)
 
     def stream(self, device: int) -> int:
         return CupyKind().stream(device)
@@ -196,10 +227,8 @@ def host_view(operand: Operand) -> Array:
     assert operand.device is None
     if not extent:
         return np.empty(operand.shape, ACTIVATIONS[operand.dtype])
-    import ctypes
-
     low = operand.span()[0]
-    raw = np.frombuffer((ctypes.c_uint16 * extent).from_address(low), np.uint16)
+    raw = np.ctypeslib.as_array((ctypes.c_uint16 * extent).from_address(low))
     view = np.lib.stride_tricks.as_strided(
         raw[(operand.pointer - low) // ITEM :], operand.shape, [s * ITEM for s in operand.strides]
     )

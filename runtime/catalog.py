@@ -1,4 +1,4 @@
-"""What an artifact can multiply with, by name: converted modules, and the passed-through ones a reader or numpy decodes."""
+"""What an artifact can multiply with, by name: converted modules, and passed-through ones that can be decoded."""
 
 from __future__ import annotations
 

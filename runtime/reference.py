@@ -17,9 +17,9 @@ Array = NDArray[Any]
 
 
 @cache
-def announce() -> None:
+def announce(why: str) -> None:
     """Say once per process that this is not the fast path."""
-    print("warptile: no CUDA device in use; the NumPy reference backend is exact and slow", file=sys.stderr)
+    print(f"warptile: NumPy reference backend, exact and slow ({why})", file=sys.stderr)
 
 
 class Reference:
@@ -29,28 +29,28 @@ class Reference:
     scratch_bytes = 0
     weight_bytes = 0
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, why: str) -> None:
         self.catalog = catalog
-        announce()
+        announce(why)
 
-    def linear(
-        self, module: Module, kind: Kind, x: Operand, out: Operand | None, expert: int | None, given: Any
-    ) -> Any:
-        if x.device is not None:
-            raise ValueError(f"{module.name}: x is on cuda:{x.device}, this session on the cpu; copy x to the host")
+    def linear(self, module: Module, kind: Kind, x: Operand, out: Operand | None, expert: int | None) -> Any:
+        for what, operand in (("x", x), ("out", out)):
+            if operand is not None and operand.device is not None:
+                raise ValueError(f"{module.name}: {what} is on cuda:{operand.device}, this session on the cpu; move it")
         weight, bias = self.catalog.decoded(module)
         if expert is not None:
             weight, bias = weight[expert], None if bias is None else bias[expert]
         y = host_view(x).astype(np.float64) @ weight.T
         if bias is not None:
             y += bias.astype(np.float64)
-        result = given
-        if out is None:
-            result = kind.empty(y.shape, x.dtype, x.owner)
-            out = kind.operand(result)
         with np.errstate(over="ignore"):
-            host_view(out)[...] = y.astype(ACTIVATIONS[x.dtype])
-        return result
+            rounded = y.astype(ACTIVATIONS[x.dtype])
+        if out is not None:
+            host_view(out)[...] = rounded
+            return out.owner
+        result = kind.empty(y.shape, x.dtype, x.owner)
+        host_view(kind.target(result))[...] = rounded
+        return kind.deliver(result, x.owner)
 
     def dequantize(self, module: Module) -> Array:
         return self.catalog.decoded(module, np.float32)[0]

@@ -27,9 +27,7 @@ class Backend(Protocol):
     def scratch_bytes(self) -> int: ...
     @property
     def weight_bytes(self) -> int: ...
-    def linear(
-        self, module: Module, kind: Kind, x: Operand, out: Operand | None, expert: int | None, given: Any
-    ) -> Any: ...
+    def linear(self, module: Module, kind: Kind, x: Operand, out: Operand | None, expert: int | None) -> Any: ...
     def dequantize(self, module: Module) -> Any: ...
     def tensor(self, name: str) -> Any: ...
     def explain(self, module: Module, m: int, dtype: str) -> tuple[str, ...]: ...
@@ -158,7 +156,7 @@ class Session:
                 )
             target = kind.operand(out)
         arrays.check(module.name, module.n, module.k, source, target)
-        return backend.linear(module, kind, source, target, expert, out)
+        return backend.linear(module, kind, source, target, expert)
 
     def explain(self, name: str, m: int, dtype: str = "float16") -> Explanation:
         """Which kernels would multiply an x of m rows, how and why, and what was rejected."""
@@ -209,17 +207,17 @@ def _activation(dtype: str) -> str:
 
 
 def _open(catalog: Catalog, device: str | None, cubins: str | os.PathLike[str] | None, scratch_limit: int) -> Backend:
-    """The backend of a device by name. Raises ValueError for a bad name, RuntimeError for a device that is not there."""
+    """The backend of a device by name. Raises ValueError (name), RuntimeError (no such device)."""
     if device == "cpu":
-        return Reference(catalog)
+        return Reference(catalog, "device is cpu")
     if device is not None and not (device == "cuda" or device.removeprefix("cuda:").isdecimal()):
         raise ValueError(f"device is {device!r}; need cuda:<i> or cpu")
     from .device import Cuda, devices
 
     count, why = devices()
     if device is None and not count:
-        return Reference(catalog)
+        return Reference(catalog, why)
     index = int(device.removeprefix("cuda:")) if device not in (None, "cuda") else 0
     if index >= count:
-        raise RuntimeError(f"no device cuda:{index}; {why or f'found {count}'}")
+        raise RuntimeError(f"no device cuda:{index}; {f'found {count}' if count else why}")
     return Cuda(catalog, index, cubins, scratch_limit)

@@ -1,0 +1,327 @@
+"""The CUDA backend: modules uploaded on first use, plans bound once for each m, launched on the caller's stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from ..formats.errors import UnsupportedError
+from ..kernels import launch as plans
+from ..kernels import layouts
+from . import build
+from .arrays import ITEM, CupyKind, Kind, NumpyKind, Operand, host_view
+from .catalog import Catalog, Module
+from .dense import BITS, Dense, bias_of, decode, dense, multiply, view
+from .launch import Bound, Kernels, describe
+from .load import Uploader, Weights
+from .scratch import Lane, Lanes, allocating, capture_id
+
+BOUND_LIMIT = 16384
+"""Bound plans kept, about a kilobyte of host memory each."""
+
+
+def devices() -> tuple[int, str]:
+    """How many CUDA devices there are, and why none can be used."""
+    try:
+        import cupy
+
+        import_module("cuda.bindings.driver")
+    except ImportError as error:
+        return 0, f"{error}; pip install 'warptile[cuda13]'"
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount()), "no CUDA device"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return 0, str(error)
+
+
+@contextmanager
+def current(index: int) -> Iterator[None]:
+    """Makes a device current for this thread. (cupy's own context keeps one stack for all threads.)"""
+    from cupy.cuda import runtime
+
+    before = runtime.getDevice()
+    runtime.setDevice(index)
+    try:
+        yield
+    finally:
+        if before != index:
+            runtime.setDevice(before)
+
+
+def _facts(index: int) -> plans.Device:
+    from cupy.cuda import runtime
+
+    def attribute(name: str) -> int:
+        return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), index))
+
+    try:
+        nvrtc = build.nvrtc_version()
+    except UnsupportedError:
+        nvrtc = (0, 0)
+    return plans.Device(
+        arch=attribute("ComputeCapabilityMajor") * 10 + attribute("ComputeCapabilityMinor"),
+        sms=attribute("MultiProcessorCount"),
+        shared=attribute("MaxSharedMemoryPerBlockOptin"),
+        nvrtc=nvrtc,
+    )
+
+
+class Cuda:
+    """One device. Every entry makes it current for the call and puts the caller's device back."""
+
+    def __init__(self, catalog: Catalog, index: int, cubins: Any, scratch_limit: int) -> None:
+        import cupy
+
+        self.catalog, self.index, self.device = catalog, index, f"cuda:{index}"
+        self._pool = cupy.cuda.MemoryPool()
+        self._lock = threading.RLock()
+        self._weights: dict[str, Weights] = {}
+        self._dense: dict[tuple[str, str], Dense] = {}
+        self._bound: dict[tuple[str, str, int, bool], Bound] = {}
+        with current(index):
+            self.facts = _facts(index)
+            self._uploader = Uploader()
+            self._kernels = Kernels(cubins)
+            self._lanes = Lanes(scratch_limit, self._uploader)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._lanes.nbytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(w.nbytes for w in self._weights.values()) + sum(d.nbytes for d in self._dense.values())
+
+    def linear(self, module: Module, kind: Kind, x: Operand, out: Operand | None, expert: int | None) -> Any:
+        for what, operand in (("x", x), ("out", out)):
+            if operand is not None and operand.device != self.index and not isinstance(kind, NumpyKind):
+                where = "the cpu" if operand.device is None else f"cuda:{operand.device}"
+                raise ValueError(f"{module.name}: {what} is on {where}, this session on {self.device}; move it there")
+        with current(self.index):
+            stream = kind.stream(self.index)
+            result = None
+            if out is None:
+                result = kind.empty((*x.shape[:-1], module.n), x.dtype, x.owner)
+                out = kind.target(result)
+            if x.rows and module.n:
+                if x.device is None:
+                    self._through_host(module, x, out, expert, stream)
+                else:
+                    self._product(module, x, out, expert, stream)
+            return out.owner if result is None else kind.deliver(result, x.owner)
+
+    def _through_host(self, module: Module, x: Operand, out: Operand, expert: int | None, stream: int) -> None:
+        """numpy in, numpy out: both copied through the lane's staging memory; returns when the result is there."""
+        from cupy.cuda import runtime
+
+        if capture_id(stream) is not None:
+            raise RuntimeError(f"{module.name}: numpy arrays cannot take part in a graph capture; pass cupy or torch")
+        m, n, k = x.rows, module.n, module.k
+        source = np.ascontiguousarray(host_view(x)).reshape(m, k)
+        result = np.empty((m, n), source.dtype)
+        lane = self._lanes.of(stream)
+        with lane.lock:
+            there = Operand(lane.buffer("host x", m * k * ITEM), (m, k), (k, 1), x.dtype, self.index, lane)
+            back = Operand(lane.buffer("host y", m * n * ITEM), (m, n), (n, 1), x.dtype, self.index, lane)
+            runtime.memcpyAsync(there.pointer, source.ctypes.data, source.nbytes, runtime.memcpyHostToDevice, stream)
+            self._product(module, there, back, expert, stream)
+            runtime.memcpyAsync(result.ctypes.data, back.pointer, result.nbytes, runtime.memcpyDeviceToHost, stream)
+            runtime.streamSynchronize(stream)
+        host_view(out)[...] = result.reshape(out.shape)
+
+    def _product(self, module: Module, x: Operand, out: Operand, expert: int | None, stream: int) -> None:
+        bound = self._ready(module, x.dtype, x.rows, x.aligned or x.row_stride is None, stream)
+        needs_lane = x.row_stride is None or isinstance(bound, Dense) or bound.needs_memory
+        if not needs_lane:
+            assert isinstance(bound, Bound)
+            bound.launch(module.name, stream, x, out, expert or 0, None)
+            return
+        lane = self._lanes.of(stream)
+        with lane.lock:
+            self._in_lane(module, bound, x, out, expert, stream, lane)
+        if lane.grown:
+            lane.grown = False
+            self._lanes.trim()
+
+    def _in_lane(
+        self,
+        module: Module,
+        bound: Bound | Dense,
+        x: Operand,
+        out: Operand,
+        expert: int | None,
+        stream: int,
+        lane: Lane,
+    ) -> None:
+        import cupy
+
+        with cupy.cuda.ExternalStream(stream):
+            x = _as_rows(x, lane)
+            if isinstance(bound, Dense):
+                multiply(bound, x, out, expert, lane, module.n, module.k)
+                return
+            try:
+                bound.launch(module.name, stream, x, out, expert or 0, lane)
+            except RuntimeError:
+                lane.reset()
+                raise
+
+    def _ready(self, module: Module, dtype: str, m: int, aligned: bool, stream: int | None) -> Bound | Dense:
+        """The bound plan of a product, or the dense weights when no kernel of ours runs it."""
+        bound = self._bound.get((module.name, dtype, m, aligned)) or self._dense.get((module.name, dtype))
+        if bound is not None:
+            return bound
+        with self._lock:
+            plan = self._plan(module, m, dtype, aligned)
+            stages = () if isinstance(plan, str) else plan.stages
+            cold = not stages or module.name not in self._weights or not all(map(self._kernels.has, stages))
+            if cold and stream is not None and capture_id(stream) is not None:
+                raise RuntimeError(
+                    f"{module.name}: not ready for m={m} inside a graph capture; "
+                    f"call session.prepare({m}) before the capture begins"
+                )
+            with allocating():
+                if isinstance(plan, str):
+                    return self._make_dense(module, dtype)
+                if len(self._bound) >= BOUND_LIMIT:
+                    self._bound.clear()
+                spec = self.catalog.artifact.modules[module.name]
+                extents = {name: value for name, value in spec.items() if type(value) is int}
+                scalars = {**extents, "m": m, "ld_gathered": spec["k_padded"]}
+                made = Bound(plan, scalars, self._resident(module), self._kernels)
+                self._bound[module.name, dtype, m, aligned] = made
+                return made
+
+    def _plan(self, module: Module, m: int, dtype: str, aligned: bool) -> plans.Plan | str:
+        """The layout's plan, or why there is none."""
+        if module.layout is None:
+            return f"its weights passed through conversion as {module.element}"
+        spec = self.catalog.artifact.modules[module.name]
+        try:
+            plan: plans.Plan = layouts()[module.layout].plan(spec, m, self.facts, dtype, aligned)
+        except UnsupportedError as error:
+            return str(error)
+        return plan
+
+    def _resident(self, module: Module) -> Weights:
+        """The module's tensors on the device, uploaded now if they are not."""
+        with self._lock, allocating():
+            if module.name not in self._weights:
+                spec = self.catalog.artifact.modules[module.name]
+                layout = layouts()[spec["layout"]]
+                flat = layout.expected({**spec, "experts": None})
+                wanted = layout.expected(spec)
+                tensors = {s: a for s, a in self.catalog.artifact.tensors(module.name).items() if s in wanted}
+                stacked = {s: len(wanted[s][1]) > len(flat[s][1]) for s in tensors}
+                self._weights[module.name] = self._uploader.upload(module.name, tensors, stacked)
+            return self._weights[module.name]
+
+    def _make_dense(self, module: Module, dtype: str) -> Dense:
+        """Decoded in a pool of its own, so that the temporaries go back to the device."""
+        import cupy
+
+        with cupy.cuda.using_allocator(self._pool.malloc):
+            if module.element == dtype:
+                weight, bias = self.catalog.plain(module)
+                made = Dense(cupy.empty(weight.shape, BITS[dtype]), dtype, bias_of(bias))
+                self._uploader.copy(made.weight.data.ptr, weight)
+            else:
+                w, bias = self._decoded(module)
+                made = dense(w, bias, dtype)
+                del w
+            cupy.cuda.get_current_stream().synchronize()
+        self._pool.free_all_blocks()
+        self._dense[module.name, dtype] = made
+        return made
+
+    def _decoded(self, module: Module) -> tuple[Any, Any]:
+        """float32 weights on the device, and the bias as stored, on the host."""
+        import cupy
+
+        q = self.catalog.quant(module)
+        if q is not None:
+            return decode(q), q.bias
+        weight, bias = self.catalog.plain(module)
+        return cupy.asarray(np.ascontiguousarray(weight).astype(np.float32)), bias
+
+    def dequantize(self, module: Module) -> Any:
+        with current(self.index):
+            return self._decoded(module)[0]
+
+    def tensor(self, name: str) -> Any:
+        import cupy
+
+        array = np.ascontiguousarray(self.catalog.tensor(name))
+        with current(self.index):
+            try:
+                return cupy.asarray(array)
+            except (TypeError, ValueError):
+                return cupy.asarray(array.view(f"u{array.itemsize}"))
+
+    def explain(self, module: Module, m: int, dtype: str) -> tuple[str, ...]:
+        plan = self._plan(module, m, dtype, module.k % 8 == 0)
+        if isinstance(plan, str):
+            return (f"cuBLAS, decoded on the device once, fp32 accumulation: {plan}",)
+        stages = [f"stage {i}: {describe(stage)}" for i, stage in enumerate(plan.stages, 1)]
+        memory = f"scratch {plan.scratch} B, gathered x {plan.gathered} B, {plan.counters} counters"
+        rejected = [f"not {what}: {why}" for what, why in plan.rejected]
+        return (*stages, f"why: {plan.why}", memory, *rejected)
+
+    def load(self, modules: Sequence[Module]) -> None:
+        with current(self.index):
+            for module in modules:
+                if isinstance(self._plan(module, 1, "f16", True), str):
+                    self._ready(module, "f16", 1, True, None)
+                else:
+                    self._resident(module)
+
+    def prepare(self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str]) -> None:
+        """Runs every product once on zeros: that loads kernels (cuBLAS's own too) and grows this stream's lane."""
+        import cupy
+
+        for module in modules:
+            for dtype in dtypes:
+                for m in ms:
+                    with current(self.index):
+                        x = cupy.zeros((m, module.k), cupy.uint16)
+                        y = cupy.empty((m, module.n), cupy.uint16)
+                        source = replace(CupyKind().operand(x), dtype=dtype)
+                        target = replace(CupyKind().operand(y), dtype=dtype)
+                        if m:
+                            for aligned in (False, True):
+                                self._ready(module, dtype, m, aligned, None)
+                            expert = None if module.experts is None else 0
+                            self._product(module, source, target, expert, CupyKind().stream(self.index))
+        with current(self.index):
+            cupy.cuda.get_current_stream().synchronize()
+
+    def release(self) -> None:
+        with current(self.index):
+            self._lanes.trim(0)
+
+    def close(self) -> None:
+        import cupy
+
+        with current(self.index):
+            cupy.cuda.runtime.deviceSynchronize()
+            self._bound.clear()
+            self._dense.clear()
+            self._weights.clear()
+            self._lanes.clear()
+            self._kernels.close()
+
+
+def _as_rows(x: Operand, lane: Lane) -> Operand:
+    """x as one matrix of contiguous rows: itself, or a copy in the lane."""
+    if x.row_stride is not None:
+        return x
+    strides = tuple(np.cumprod((1, *x.shape[:0:-1]))[::-1].tolist())
+    packed = view(lane.buffer("packed x", x.rows * x.shape[-1] * ITEM), x.shape, strides, "uint16", lane)
+    packed[...] = view(x.pointer, x.shape, x.strides, "uint16", x.owner)
+    return replace(x, pointer=packed.data.ptr, strides=strides, owner=lane)

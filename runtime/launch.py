@@ -1,0 +1,162 @@
+"""Carrying out a plan: kernels loaded once, arguments bound once for each (module, m); a call only patches pointers."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..kernels.launch import Plan, Stage
+from .arrays import Operand
+from .build import compile as build_cubin
+from .load import Weights
+from .scratch import Lane
+
+STATIC_SHARED = 48 << 10
+"""Bytes of shared memory a kernel gets without opting in."""
+
+OPERANDS = ("x", "y", "ldx", "ldy", "scratch", "counters", "gathered")
+"""Arguments that change from call to call, in the order ``Bound.launch`` gathers them."""
+
+
+class Kernels:
+    """The functions loaded on one device, by (kernel, variant, target)."""
+
+    def __init__(self, cubins: Any) -> None:
+        self._cubins = cubins
+        self._loaded: dict[tuple[str, tuple[int, ...], str], tuple[Any, Any]] = {}
+        self._lock = threading.Lock()
+
+    def has(self, stage: Stage) -> bool:
+        return (stage.kernel, stage.variant, stage.target) in self._loaded
+
+    def function(self, stage: Stage) -> Any:
+        """Compiled (or found built), loaded and allowed its shared memory. Raises RuntimeError naming the kernel."""
+        from cuda.bindings import driver
+
+        key = (stage.kernel, stage.variant, stage.target)
+        with self._lock:
+            if key not in self._loaded:
+                cubin = build_cubin(*key, self._cubins)
+                module = _checked(stage, "loading", driver.cuModuleLoadData(cubin.image))
+                entry = cubin.entry.encode()
+                self._loaded[key] = module, _checked(stage, "loading", driver.cuModuleGetFunction(module, entry))
+            function = self._loaded[key][1]
+            if stage.shared > STATIC_SHARED:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _, most = driver.cuFuncGetAttribute(attribute, function)
+                if most < stage.shared:
+                    _checked(stage, "shared memory", driver.cuFuncSetAttribute(function, attribute, stage.shared))
+            return function
+
+    def close(self) -> None:
+        from cuda.bindings import driver
+
+        for module, _ in self._loaded.values():
+            driver.cuModuleUnload(module)
+        self._loaded.clear()
+
+
+def _checked(stage: Stage, doing: str, answer: tuple[Any, ...]) -> Any:
+    if answer[0]:
+        raise RuntimeError(f"{describe(stage)}: {doing} failed: {reason(answer[0])}")
+    return answer[1] if len(answer) > 1 else None
+
+
+def reason(status: Any) -> str:
+    """``CUDA_ERROR_INVALID_VALUE (invalid argument)``."""
+    from cuda.bindings import driver
+
+    _, text = driver.cuGetErrorString(status)
+    return f"{status.name} ({text.decode() if text else 'no description'})"
+
+
+def describe(stage: Stage) -> str:
+    variant = ", ".join(map(str, stage.variant))
+    size = f"grid {'x'.join(map(str, stage.grid))}, block {stage.block}, {stage.shared} B shared"
+    return f"{stage.kernel}<{variant}> {stage.target}, {size}"
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """One stage: argument words (8 bytes each) and the array of their addresses that the driver reads."""
+
+    stage: Stage
+    function: Any
+    words: memoryview
+    patched: tuple[tuple[int, int], ...]
+    """(word, index in OPERANDS) of what a call fills in."""
+    stacked: tuple[tuple[int, int, int], ...]
+    """(word, pointer of expert 0, bytes from one expert to the next)."""
+    addresses: int
+    keep: tuple[Any, ...]
+
+
+class Bound:
+    """A plan with the arguments of one module and one m in place."""
+
+    def __init__(self, plan: Plan, scalars: Mapping[str, int], weights: Weights, kernels: Kernels) -> None:
+        self.plan = plan
+        self.needs_memory = bool(plan.scratch or plan.counters or plan.gathered)
+        self._scalars = scalars
+        self._lock = threading.Lock()
+        self._stages = [_prepare(stage, scalars, weights, kernels.function(stage)) for stage in plan.stages]
+
+    def launch(self, name: str, stream: int, x: Operand, y: Operand, expert: int, lane: Lane | None) -> None:
+        """All stages in order on ``stream``; a plan that needs memory takes it from ``lane``, whose lock is held.
+
+        Raises RuntimeError naming stage, CUDA error, kernel, m, n, k.
+        """
+        from cuda.bindings import driver
+
+        plan, memory = self.plan, (0, 0, 0)
+        if lane is not None:
+            buffer = lane.buffer
+            memory = (
+                buffer("scratch", plan.scratch),
+                buffer("counters", 4 * plan.counters),
+                buffer("gathered x", plan.gathered),
+            )
+        ldx, ldy = x.row_stride, y.row_stride
+        assert ldx is not None
+        assert ldy is not None
+        operands = (x.pointer, y.pointer, ldx, ldy, *memory)
+        with self._lock:
+            for p in self._stages:
+                for word, operand in p.patched:
+                    p.words[word] = operands[operand]
+                for word, base, step in p.stacked:
+                    p.words[word] = base + expert * step
+                stage = p.stage
+                (status,) = driver.cuLaunchKernel(
+                    p.function, *stage.grid, stage.block, 1, 1, stage.shared, stream, p.addresses, 0
+                )
+                if status:
+                    raise RuntimeError(f"{name}: {self._blame(p, status)}")
+
+    def _blame(self, p: _Prepared, status: Any) -> str:
+        m, n, k = (self._scalars[extent] for extent in "mnk")
+        number = f"stage {self._stages.index(p) + 1} of {len(self._stages)}"
+        return f"{number} failed: {reason(status)}; {describe(p.stage)}; m={m}, n={n}, k={k}"
+
+
+def _prepare(stage: Stage, scalars: Mapping[str, int], weights: Weights, function: Any) -> _Prepared:
+    count = len(stage.args)
+    storage = bytearray(8 * max(count, 1))
+    words = memoryview(storage).cast("Q")
+    base = ctypes.addressof((ctypes.c_char * len(storage)).from_buffer(storage))
+    addresses = (ctypes.c_void_p * max(count, 1))(*(base + 8 * i for i in range(count)))
+    patched, stacked = [], []
+    for i, arg in enumerate(stage.args):
+        if arg in OPERANDS:
+            patched.append((i, OPERANDS.index(arg)))
+        elif isinstance(arg, int) or arg in scalars:
+            words[i] = (arg if isinstance(arg, int) else scalars[arg]) & 0xFFFFFFFF
+        else:
+            words[i] = weights.pointers.get(arg, 0)
+            if weights.steps.get(arg, 0):
+                stacked.append((i, weights.pointers[arg], weights.steps[arg]))
+    keep = (storage, addresses, weights)
+    return _Prepared(stage, function, words, tuple(patched), tuple(stacked), ctypes.addressof(addresses), keep)

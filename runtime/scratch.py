@@ -1,0 +1,124 @@
+"""Scratch, counters and staging memory: one lane for each stream, and one of its own for each captured graph.
+
+Two products in flight at once never share a lane, so they share no scratch and no counter. A lane that a graph was
+captured with is never freed or reused before the session closes; every other lane is only a cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .load import Uploader, allocate
+
+
+def capture_id(stream: int) -> int | None:
+    """The id of the capture in progress on a stream, None when there is none."""
+    from cuda.bindings import driver
+
+    status, state, ident, *_ = driver.cuStreamGetCaptureInfo(stream)
+    if status or state == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+        return None
+    return int(ident)
+
+
+@contextmanager
+def allocating() -> Iterator[None]:
+    """Lets this thread allocate and free although some stream is being captured (torch captures in global mode)."""
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+class Lane:
+    """Buffers by purpose, each grown to the largest size asked for. Hold ``lock`` from the first buffer to the launch."""
+
+    def __init__(self, uploader: Uploader, captured: bool) -> None:
+        self.lock = threading.RLock()
+        self.captured = captured
+        self.grown = False
+        self._uploader = uploader
+        self._buffers: dict[str, tuple[Any, int]] = {}
+        self._retired: list[tuple[Any, int]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, size in [*self._buffers.values(), *self._retired])
+
+    def buffer(self, purpose: str, nbytes: int) -> int:
+        """A pointer to at least ``nbytes``, 0 for none. ``counters`` are zero, the rest is undefined."""
+        if not nbytes:
+            return 0
+        held = self._buffers.get(purpose)
+        if held is None or held[1] < nbytes:
+            with allocating():
+                if held is not None:
+                    if self.captured:
+                        self._retired.append(held)
+                    del self._buffers[purpose], held
+                held = allocate(nbytes, f"{purpose} memory"), nbytes
+                if purpose == "counters":
+                    self._uploader.zero(held[0].ptr, nbytes)
+            self._buffers[purpose] = held
+            self.grown = True
+        return int(held[0].ptr)
+
+    def reset(self) -> None:
+        """Forget the counters: after a failed launch they may not be zero."""
+        held = self._buffers.pop("counters", None)
+        if held is not None and self.captured:
+            self._retired.append(held)
+
+
+class Lanes:
+    """The lanes of a session, least recently used first, within ``limit`` bytes between calls."""
+
+    def __init__(self, limit: int, uploader: Uploader) -> None:
+        self.limit = limit
+        self._uploader = uploader
+        self._lanes: OrderedDict[tuple[str, int], Lane] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, stream: int) -> Lane:
+        """The lane of a stream, or of the capture in progress on it. Streams go by id: handles are reused."""
+        from cuda.bindings import driver
+
+        capture = capture_id(stream)
+        key = ("capture", capture) if capture is not None else ("stream", int(driver.cuStreamGetId(stream)[1]))
+        with self._lock:
+            lane = self._lanes.get(key)
+            if lane is None:
+                lane = self._lanes[key] = Lane(self._uploader, capture is not None)
+            self._lanes.move_to_end(key)
+            return lane
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return sum(lane.nbytes for lane in self._lanes.values())
+
+    def trim(self, limit: int | None = None) -> None:
+        """Free lanes that no graph and no thread uses, oldest first, until the rest fits ``limit``."""
+        limit = self.limit if limit is None else limit
+        with self._lock, allocating():
+            total = sum(lane.nbytes for lane in self._lanes.values())
+            for key in list(self._lanes):
+                lane = self._lanes[key]
+                if total > limit and not lane.captured and lane.lock.acquire(blocking=False):
+                    total -= lane.nbytes
+                    lane.lock.release()
+                    del self._lanes[key]
+                del lane  # the last reference: freed inside the guard
+
+    def clear(self) -> None:
+        """Free every lane, captured ones too."""
+        with self._lock, allocating():
+            self._lanes.clear()
