@@ -6,8 +6,6 @@ struct Variant {
   int ordered; // 1: through perm
 };
 
-constexpr int ROWS = 8; // rows of a block: each reads its part of perm once
-
 template <Variant V>
 __global__ void __launch_bounds__(256) gather(const int* __restrict__ perm, const u16* __restrict__ x, uint4* to, int m,
                                               int k, int k_padded, i64 ldx) {
@@ -16,13 +14,11 @@ __global__ void __launch_bounds__(256) gather(const int* __restrict__ perm, cons
   int from[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) from[i] = V.ordered ? perm[chunk * 8 + i] : chunk * 8 + i;
-  for (i64 row = i64(blockIdx.y) * ROWS; row < min(i64(m), i64(blockIdx.y + 1) * ROWS); row++) {
-    u32 word[4];
+  for (i64 row = blockIdx.y; row < m; row += gridDim.y) {
+    u16 v[8];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      u32 a = from[2 * i] < k ? x[row * ldx + from[2 * i]] : 0, b = from[2 * i + 1] < k ? x[row * ldx + from[2 * i + 1]] : 0;
-      word[i] = a | b << 16;
-    }
-    to[row * (k_padded / 8) + chunk] = {word[0], word[1], word[2], word[3]};
+    for (int i = 0; i < 8; i++) v[i] = from[i] < k ? x[row * ldx + from[i]] : u16(0);
+    to[row * (k_padded / 8) + chunk] = {v[0] | u32(v[1]) << 16, v[2] | u32(v[3]) << 16, v[4] | u32(v[5]) << 16,
+                                        v[6] | u32(v[7]) << 16};
   }
 }

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ..formats.bits import pack_stream, unpack_stream
 from ..formats.canonical import ELEMENTS, Level, Outline, QuantTensor
 from ..formats.fragment import SCALE_COLUMNS, TILE_K, TILE_N, TILES, reorder, restore
+from .marlin_plan import plan as plan
 
 Array = NDArray[Any]
 Spec = dict[str, Any]

@@ -31,6 +31,11 @@ struct Shape {
   static_assert((WK - 1) * FLOATS * 4 <= STAGE * STAGES);
 };
 
+// k steps [first, last) of output tile `id`; id < 0: nothing left.
+struct Segment {
+  int id, first, last;
+};
+
 template <Variant V>
 __global__ void __launch_bounds__(THREADS, 1)
     marlin_tiled(const uint4* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
@@ -51,8 +56,20 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int all = rows * ((tiles + P::WN - 1) / P::WN); // plan() keeps it in 31 bits
   const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
 
-  auto run_segment = [&](int id, int first, int last) {
-    const int m0 = id % rows * P::TOKENS, tile = id / rows * P::WN + nw;
+  // Whole tiles in turn, then the tiles that this block's share of the rest cuts. plan() keeps its units in 31 bits.
+  auto segment = [&](int turn) -> Segment {
+    if (turn < waves) return {int(turn * gridDim.x + blockIdx.x), 0, steps};
+    const int whole = waves * gridDim.x;
+    const i64 units = i64(all - whole) * steps;
+    const int unit = int(units * blockIdx.x / streams), unit_end = int(units * (blockIdx.x + 1) / streams);
+    const int tile = unit / steps + turn - waves;
+    if (blockIdx.x >= streams || tile * steps >= unit_end) return {-1, 0, 0};
+    return {whole + tile, max(0, unit - tile * steps), min(steps, unit_end - tile * steps)};
+  };
+
+  auto run_segment = [&](const Segment begun, int turn) {
+    const int first = begun.first, last = begun.last;
+    const int m0 = begun.id % rows * P::TOKENS, tile = begun.id / rows * P::WN + nw;
     const bool inside = tile < tiles; // the last block of features may be short
 
     // A thread copies chunk c of every 32nd row of the stage; a row is one token's 64 k of one k part.
@@ -160,6 +177,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     copy_wait<0>();
     __syncthreads(); // the ring is free
 
+    // Worked out again rather than kept in registers through the loop; the empty asm hides that it is the same.
+    asm volatile("" : "+r"(turn));
+    const Segment done = segment(turn);
+    const int row0 = done.id % rows * P::TOKENS, column0 = done.id / rows * P::FEATURES;
+
     // Sums of the k parts, in order, into the warps with kw = 0.
     constexpr int WARP_VECTORS = NB * 4 * 32; // float4 of a warp's tile
     float4* sums = reinterpret_cast<float4*>(shared);
@@ -187,11 +209,11 @@ __global__ void __launch_bounds__(THREADS, 1)
       __syncthreads();
     }
 
-    if (last - first < steps) {
+    if (done.last - done.first < steps) {
       // A share of a tile. Streaming block c owns units [units c / streams, ..); its first share goes to slot 2c, a later
       // one to 2c + 1.
-      const int place = id - waves * gridDim.x; // among the tiles that are cut
-      const i64 units = i64(all - id + place) * steps, start = i64(place) * steps;
+      const int place = done.id - waves * gridDim.x; // among the tiles that are cut
+      const i64 units = i64(all - done.id + place) * steps, start = i64(place) * steps;
       auto owner = [&](i64 unit) { return int(((unit + 1) * streams - 1) / units); };
       auto slot = [&](int c) {
         return reinterpret_cast<float4*>(scratch) + i64(2 * c + (units * c / streams < start)) * (P::FLOATS / 4) + mine;
@@ -222,14 +244,14 @@ __global__ void __launch_bounds__(THREADS, 1)
 
     // Rounded rows in shared memory, then out in 16-byte words.
     u16* staged = reinterpret_cast<u16*>(shared);
-    if (kw == 0 && inside) {
-      if constexpr (V.run == 0) scale[0].load(scales + (tile * 64 + g * 8) * i64(bytes_of(S)));
+    if (kw == 0 && column0 + nw * 64 < n_padded) {
+      if constexpr (V.run == 0) scale[0].load(scales + (column0 + nw * 64 + g * 8) * i64(bytes_of(S)));
 #pragma unroll
       for (int j = 0; j < 4; j++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const int column = nw * 64 + 16 * j + 8 * h + g;
-          const float by = V.run ? 1.0f : scale[0].at(2 * j + h), plus = out.bias_at(id / rows * P::FEATURES + column);
+          const float by = V.run ? 1.0f : scale[0].at(2 * j + h), plus = out.bias_at(column0 + column);
 #pragma unroll
           for (int nb = 0; nb < NB; nb++)
 #pragma unroll
@@ -240,25 +262,15 @@ __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     for (int e = threadIdx.x; e < P::TOKENS * P::FEATURES / 8; e += THREADS) {
       const int token = e / (P::FEATURES / 8), column = e % (P::FEATURES / 8) * 8;
-      out.store8(m0 + token, id / rows * P::FEATURES + column,
+      out.store8(row0 + token, column0 + column,
                  *reinterpret_cast<const uint4*>(staged + token * P::ROW + column));
     }
     __syncthreads();
   };
 
-  // Whole tiles in turn, then the tiles that this block's share of the rest cuts; one loop, so that the work is
-  // compiled once. plan() keeps the units of the rest in 31 bits.
-  const int whole = waves * gridDim.x;
   for (int turn = 0;; turn++) {
-    int id = turn * gridDim.x + blockIdx.x, first = 0, last = steps;
-    if (turn >= waves) {
-      if (blockIdx.x >= streams) return;
-      const i64 units = i64(all - whole) * steps;
-      const int unit = int(units * blockIdx.x / streams), unit_end = int(units * (blockIdx.x + 1) / streams);
-      const int tile = unit / steps + turn - waves;
-      if (tile * steps >= unit_end) return;
-      id = whole + tile, first = max(0, unit - tile * steps), last = min(steps, unit_end - tile * steps);
-    }
-    run_segment(id, first, last);
+    const Segment part = segment(turn);
+    if (part.id < 0) return;
+    run_segment(part, turn);
   }
 }
