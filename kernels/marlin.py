@@ -34,6 +34,9 @@ K_STEP = 64  # k is padded to whole steps of the kernels
 NEUTRAL = {"u4b8": 8, "u8b128": 128, "u4": 0, "u8": 0}
 SCALES = ("f16", "bf16", "f32")
 
+MEMBERS = ("qweight", "scales", "qzeros", "perm", "bias")
+"""Every suffix a module may have."""
+
 
 def _zero_column(bits: int, position: Array) -> Array:
     """Column of the zero point at a stored position of every 64: a lane's eight (or four) columns share a word."""
@@ -104,6 +107,20 @@ def spec(q: Outline) -> Spec:
         "perm": q.perm,
         "bias": q.bias,
     }
+
+
+def outline(spec: Spec) -> Outline:
+    """The inverse of ``spec``, so far as it goes: a spec is sound when ``spec(outline(spec)) == spec``."""
+    return Outline(
+        element=ELEMENTS["s8" if spec["signed"] else spec["element"]],
+        n=spec["n"],
+        k=spec["k"],
+        experts=spec["experts"],
+        scales=((spec["scale"], (spec["scale_block"][0], spec["scale_block"][1])),),
+        zero_max=None if spec["zero"] is None else 0,
+        perm=spec["perm"],
+        bias=spec["bias"],
+    )
 
 
 def pack(q: QuantTensor) -> tuple[dict[str, Array], Spec]:

@@ -1,0 +1,343 @@
+"""Checkpoints: which files belong together, their tensors, their configuration. Files are checked behind this door.
+
+| SRC | weights are |
+| --- | --- |
+| a file | that file |
+| a directory with ``*.safetensors.index.json`` | what the index lists, and it must agree with every shard both ways |
+| any other directory | every ``*.safetensors`` in it, when no tensor is twice; not artifacts beside other weights |
+
+A name in an index is a plain file name. A link may lead anywhere inside the directory and, in a Hugging Face cache
+(``models--*/snapshots/<revision>/``), to ``models--*/blobs/``; a file that lies elsewhere is refused. Hidden files are
+not looked at, and pickles (.bin .pt .ckpt) are never opened.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import strict_json
+from .errors import CorruptError, UnsupportedError, WarptileError
+from .options import Options
+from .safetensors_file import Entry, read_header, write_safetensors
+from .strict_json import shown
+from .tensor import DTYPES, Tensor, dtype_name, nbytes
+
+__all__ = [
+    "ARTIFACT",
+    "DTYPES",
+    "Checkpoint",
+    "Entry",
+    "Tensor",
+    "dtype_name",
+    "nbytes",
+    "open_checkpoint",
+    "write_safetensors",
+]
+
+WEIGHTS = ".safetensors"
+INDEX = ".safetensors.index.json"
+CONFIG = "config.json"
+# Where a quantisation config may be, first found first believed; config.json has it under QUANTIZATION.
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
+QUANTIZATION = "quantization_config"
+ARTIFACT = "warptile"
+"""The metadata key by which our own files are known."""
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+OTHER_WEIGHTS = (*PICKLES, ".h5", ".msgpack", ".gguf", ".onnx")
+MAX_CONFIG = 16 << 20
+MAX_INDEX = 256 << 20
+PICKLE_ADVICE = "pickle is code and is never opened: save it as safetensors with the tool that made it"
+
+
+@dataclass
+class Checkpoint:
+    """One model: its tensors and everything that is said about them."""
+
+    path: Path
+    """As it was given: a file or a directory."""
+    tensors: dict[str, Tensor]
+    """Files in the order of their names, tensors in the order of their bytes."""
+    config: dict[str, Any] = field(default_factory=dict)
+    quantization: dict[str, Any] = field(default_factory=dict)
+    quantization_file: str | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    """``__metadata__`` of the files, merged; the first file that has a key is believed."""
+    side_files: tuple[Path, ...] = ()
+    """Files of a directory that are neither weights, index nor config.json."""
+    options: Options = field(default_factory=Options)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    """(module or "", text): what was assumed, and warnings."""
+    file_metadata: dict[Path, dict[str, str]] = field(default_factory=dict)
+    """``__metadata__`` of each file."""
+
+    def note(self, module: str, text: str) -> None:
+        """Record an assumption or a warning, once."""
+        if (module, text) not in self.notes:
+            self.notes.append((module, text))
+
+
+def open_checkpoint(path: str | os.PathLike[str], options: Options | None = None) -> Checkpoint:
+    """Headers, index and configs of a .safetensors file or a directory; no tensor is read.
+
+    Raises:
+        WarptileError: there is no such file, or it cannot be read.
+        UnsupportedError: not safetensors, or several models in one directory.
+        CorruptError: a file lies about itself, or the index about the files.
+    """
+    path = Path(path)
+    try:
+        directory = stat.S_ISDIR(path.stat().st_mode)
+    except OSError as e:
+        raise WarptileError("cannot be read", file=path, found=e.strerror) from None
+    checkpoint = Checkpoint(path, {}, options=options or Options())
+    if directory:
+        listing = _listing(path)
+        files = _weights(checkpoint, path, listing)
+        _configure(checkpoint, path, listing)
+        _keep_side_files(checkpoint, path, listing, files)
+    else:
+        if path.suffix.lower() in PICKLES:
+            raise UnsupportedError("not safetensors", file=path, do=PICKLE_ADVICE)
+        _add(checkpoint, path)
+        if ARTIFACT not in checkpoint.metadata:
+            _configure_file(checkpoint)
+    return checkpoint
+
+
+def _listing(directory: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(directory) if not name.startswith("."))
+    except OSError as e:
+        raise WarptileError("cannot be read", file=directory, found=e.strerror) from None
+
+
+def _add(checkpoint: Checkpoint, file: Path) -> dict[str, Tensor]:
+    """Take in all tensors of a file. Raises CorruptError when an earlier file has one of them."""
+    tensors, metadata = read_header(file)
+    for name in tensors:
+        if name in checkpoint.tensors:
+            raise CorruptError(
+                "the tensor is in two files", file=file, tensor=name, found=f"in {checkpoint.tensors[name].file} too"
+            )
+    checkpoint.tensors.update(tensors)
+    checkpoint.file_metadata[file] = metadata
+    checkpoint.metadata = metadata | checkpoint.metadata
+    return tensors
+
+
+def _weights(checkpoint: Checkpoint, directory: Path, listing: list[str]) -> set[str]:
+    """Open the weight files of a directory; returns their names."""
+    present = [name for name in listing if name.endswith(WEIGHTS)]
+    index = _index(directory, listing)
+    if index is not None:
+        files = _add_indexed(checkpoint, directory, index)
+        extra = [name for name in present if name not in files]
+        if extra:
+            checkpoint.note("", f"not listed in {index}, left out: {', '.join(extra)}")
+        return files
+    if not present:
+        raise _no_weights(directory, listing)
+    for name in present:
+        _check_inside(directory, name)
+    files = set(present)
+    if len(present) > 1:
+        files -= _artifacts(directory, present)
+        files = files or set(present)
+        if len(files) < len(present):
+            checkpoint.note("", f"already converted, left out: {', '.join(sorted(set(present) - files))}")
+    for name in sorted(files):
+        try:
+            _add(checkpoint, directory / name)
+        except CorruptError as e:
+            if e.tensor in checkpoint.tensors:
+                raise UnsupportedError(
+                    "several files have this tensor and no index says which counts",
+                    file=directory,
+                    tensor=e.tensor,
+                    found=f"in {checkpoint.tensors[e.tensor].file.name} and {name}",
+                    do="name one of the files",
+                ) from None
+            raise
+    return files
+
+
+def _artifacts(directory: Path, names: Iterable[str]) -> set[str]:
+    """Those that are artifacts; a product lies beside its source when a lone file was converted."""
+    return {name for name in names if ARTIFACT in read_header(directory / name)[1]}
+
+
+def _no_weights(directory: Path, listing: list[str]) -> UnsupportedError:
+    others = [name for name in listing if name.endswith(OTHER_WEIGHTS)]
+    pickled = any(name.endswith(PICKLES) for name in others)
+    return UnsupportedError(
+        "no .safetensors in this directory",
+        file=directory,
+        found=", ".join(others[:3]) or None,
+        do=PICKLE_ADVICE if pickled else f"name {others[0]} itself" if others else None,
+    )
+
+
+def _index(directory: Path, listing: list[str]) -> str | None:
+    """The name of the directory's index. Raises UnsupportedError when there are several and none is ``model``'s."""
+    found = [name for name in listing if name.endswith(INDEX)]
+    if f"model{INDEX}" in found:
+        return f"model{INDEX}"
+    if len(found) > 1:
+        raise UnsupportedError("several indexes", file=directory, found=", ".join(found), need="one model a directory")
+    return found[0] if found else None
+
+
+def _weight_map(directory: Path, index: str) -> dict[str, str]:
+    """{tensor: shard} of an index; every shard is a plain file name."""
+    file = directory / index
+    _check_inside(directory, index)
+    weight_map = _read_json(file, MAX_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptError("the index has no weight_map", file=file, found=strict_json.kind(weight_map))
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CorruptError("a shard's name is not a string", file=file, tensor=name, found=strict_json.kind(shard))
+        if not shard.endswith(WEIGHTS) or shard.startswith(".") or any(c in "/\\:\0" for c in shard):
+            raise CorruptError(
+                "not a shard's name",
+                file=file,
+                tensor=shown(name),
+                found=repr(shown(shard)),
+                need=f"a plain file name ending in {WEIGHTS}",
+                do="do not trust this checkpoint",
+            )
+    return weight_map
+
+
+def _add_indexed(checkpoint: Checkpoint, directory: Path, index: str) -> set[str]:
+    weight_map = _weight_map(directory, index)
+    promised: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        promised.setdefault(shard, []).append(name)
+    for shard in promised:
+        if not os.path.lexists(directory / shard):
+            raise CorruptError(
+                "a shard is missing", file=directory / shard, need=f"it, by {index}", do="download it again"
+            )
+        _check_inside(directory, shard)
+    for shard, names in sorted(promised.items()):
+        file = directory / shard
+        tensors = _add(checkpoint, file)
+        for name in names:
+            if name not in tensors:
+                raise CorruptError("the tensor is missing", file=file, tensor=name, need=f"it, by {index}")
+        for name in tensors:
+            if weight_map.get(name) != shard:
+                elsewhere = weight_map.get(name, "nowhere")
+                raise CorruptError("a tensor the index does not have here", file=file, tensor=name, found=elsewhere)
+    return set(promised)
+
+
+def _inside(directory: Path, name: str) -> bool:
+    """Whether a file, its links followed, lies in its directory or in the blobs of that Hugging Face cache entry."""
+    root = Path(os.path.realpath(directory))
+    target = Path(os.path.realpath(root / name))
+    if target.is_relative_to(root):
+        return True
+    repository = root.parent.parent
+    cached = root.parent.name == "snapshots" and repository.name.startswith("models--")
+    return cached and target.is_relative_to(repository / "blobs")
+
+
+def _check_inside(directory: Path, name: str) -> None:
+    if not _inside(directory, name):
+        raise CorruptError(
+            "a link that leads out of its directory",
+            file=directory / name,
+            found=os.path.realpath(directory / name),
+            do="put the file itself there",
+        )
+    if not os.path.exists(directory / name):
+        raise CorruptError("a link to nothing", file=directory / name, do="download the file again")
+
+
+def _read_json(file: Path, limit: int) -> dict[str, Any]:
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise CorruptError("not a regular file", file=file)
+        with open(file, "rb") as f:
+            data = f.read(limit + 1)
+    except OSError as e:
+        raise WarptileError("cannot be read", file=file, found=e.strerror) from None
+    if len(data) > limit:
+        raise CorruptError("too long", file=file, found=f"over {limit} bytes", need="a configuration, not data")
+    return strict_json.parse(data, file, "it", constants=True)
+
+
+def _configure(checkpoint: Checkpoint, directory: Path, listing: list[str]) -> None:
+    """Find config.json and the quantisation config among the files of a directory."""
+    names = [name for name in (*QUANTIZATION_FILES, CONFIG) if name in listing]
+    for name in names:
+        _check_inside(directory, name)
+    configs = {name: _read_json(directory / name, MAX_CONFIG) for name in names}
+    checkpoint.config = configs.get(CONFIG, {})
+    inner = checkpoint.config.get(QUANTIZATION)
+    if not isinstance(inner, dict | None):
+        raise CorruptError(
+            f"{QUANTIZATION} is not an object", file=directory / CONFIG, found=strict_json.kind(inner), need="{...}"
+        )
+    found = {name: config for name, config in configs.items() if name != CONFIG and config}
+    if inner:
+        found[CONFIG] = inner
+    if not found:
+        return
+    first, *others = found
+    checkpoint.quantization_file, checkpoint.quantization = first, found[first]
+    for other in others:
+        for key in ("bits", "group_size"):
+            a, b = found[first].get(key), found[other].get(key)
+            if a is not None and b is not None and a != b:
+                text = f"{key} is {shown(repr(a))} in {first} and {shown(repr(b))} in {other}: {first} is believed"
+                checkpoint.note("", text)
+
+
+def _configure_file(checkpoint: Checkpoint) -> None:
+    """The configs beside a lone file count when it is that directory's model: its only weights, or in its index."""
+    file = checkpoint.path
+    listing = _listing(file.parent)
+    configs = [name for name in (*QUANTIZATION_FILES, CONFIG) if name in listing]
+    if not configs:
+        return
+    others = [name for name in listing if name.endswith(WEIGHTS) and name != file.name]
+    index = _index(file.parent, listing)
+    if index is not None:
+        belongs = file.name in _weight_map(file.parent, index).values()
+    else:
+        belongs = all(_is_artifact(file.parent / name) for name in others)
+    if belongs:
+        _configure(checkpoint, file.parent, listing)
+        checkpoint.note("", f"read beside the file: {', '.join(configs)}")
+    else:
+        checkpoint.note("", f"beside other weights, so not known to be this file's and not read: {', '.join(configs)}")
+
+
+def _is_artifact(file: Path) -> bool:
+    try:
+        return ARTIFACT in read_header(file)[1]
+    except WarptileError:
+        return False
+
+
+def _keep_side_files(checkpoint: Checkpoint, directory: Path, listing: list[str], weights: set[str]) -> None:
+    kept: list[str] = []
+    left: list[str] = []
+    for name in listing:
+        file = directory / name
+        if name in weights or name == CONFIG or name.endswith((WEIGHTS, INDEX)):
+            continue
+        plain = file.is_file() and _inside(directory, name)
+        (kept if plain and not name.lower().endswith(OTHER_WEIGHTS) else left).append(name)
+    checkpoint.side_files = tuple(directory / name for name in kept)
+    if left:
+        checkpoint.note("", f"not side files (other weights, directories, links that lead out): {', '.join(left)}")
