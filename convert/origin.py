@@ -1,0 +1,115 @@
+"""What an artifact remembers of its source, so that ``unpack`` gives back the same files and ``verify`` reads it alike.
+
+    source_files    {file name: {"metadata": {..}, "tensors": [[name], or [name, dtype, shape, module] of one that
+                    was converted, ..]}}
+    source_config   the text of config.json
+    source_options  {field of Options: value}, those that were given
+
+All are texts in the metadata of the first shard only; tensors are in the order of the source's files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..formats.container import Checkpoint
+from ..formats.errors import CorruptError, UnsupportedError
+from ..formats.options import Options
+from .plan import Plan
+from .staging import FILE_SUFFIX
+
+CONFIG = "config.json"
+QUANTIZATION = "quantization_config"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A tensor of the source: dtype, shape and module are None when it passed through."""
+
+    name: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    module: str | None = None
+
+
+@dataclass(frozen=True)
+class File:
+    """A weight file of the source, its tensors in order."""
+
+    metadata: Mapping[str, str]
+    tensors: tuple[Origin, ...]
+
+
+def metadata(plan: Plan) -> dict[str, str]:
+    """The entries, for the first shard of an artifact."""
+    checkpoint = plan.checkpoint
+    owner = {name: module.name for module in plan.converted for name in module.members}
+    files: dict[str, dict[str, Any]] = {
+        path.name: {"metadata": said, "tensors": []} for path, said in checkpoint.file_metadata.items()
+    }
+    for t in checkpoint.tensors.values():
+        converted = [t.dtype, list(t.shape), owner[t.name]] if t.name in owner else []
+        files[t.file.name]["tensors"].append([t.name, *converted])
+    given = {name: value for name, value in asdict(checkpoint.options).items() if value != getattr(Options(), name)}
+    kept = {"source_files": _dump(files), "source_options": _dump(given)}
+    config = checkpoint.path / CONFIG
+    if config.is_file():
+        kept["source_config"] = config.read_text(encoding="utf-8")
+    return kept
+
+
+def _dump(content: object) -> str:
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+
+
+def files(artifact: Checkpoint) -> dict[str, File]:
+    """The source's files by name.
+
+    Raises:
+        UnsupportedError: the artifact does not say.
+        CorruptError: it says something that cannot be.
+    """
+    if "source_files" not in artifact.metadata:
+        raise UnsupportedError("the artifact does not say what its source's files were", file=artifact.path)
+    try:
+        listed = json.loads(artifact.metadata["source_files"])
+        found = {
+            name: File(dict(file["metadata"]), tuple(_origin(*tensor) for tensor in file["tensors"]))
+            for name, file in listed.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptError("source_files in its metadata is damaged", file=artifact.path, found=error) from None
+    for name in found:
+        if Path(name).name != name or not name.endswith(FILE_SUFFIX):
+            raise CorruptError("source_files in its metadata names no plain file", file=artifact.path, found=name)
+    return found
+
+
+def _origin(name: str, dtype: str | None = None, shape: list[int] | None = None, module: str | None = None) -> Origin:
+    return Origin(name, dtype, None if shape is None else tuple(shape), module)
+
+
+def options(artifact: Checkpoint) -> dict[str, Any]:
+    """The options the source was read with."""
+    try:
+        return asdict(Options(**json.loads(artifact.metadata.get("source_options", "{}"))))
+    except (ValueError, TypeError) as error:
+        raise CorruptError("source_options in its metadata is damaged", file=artifact.path, found=error) from None
+
+
+def restored_config(artifact: Checkpoint) -> bytes | None:
+    """The source's config.json: the very bytes, or with whatever has been edited in the artifact's since."""
+    if not artifact.config:
+        return artifact.metadata["source_config"].encode() if "source_config" in artifact.metadata else None
+    config = dict(artifact.config)
+    ours = config.pop(QUANTIZATION, {})
+    if "source" in ours:
+        config[QUANTIZATION] = ours["source"]
+    text = artifact.metadata.get("source_config", "")
+    if not text or json.loads(text) != config:
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    return text.encode()

@@ -1,0 +1,212 @@
+"""What a conversion will do, known from headers, g_idx and zero points alone: what becomes of each tensor and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ..formats import artifact, sources
+from ..formats.canonical import Outline, widened
+from ..formats.container import Checkpoint
+from ..formats.errors import CorruptError, UnsupportedError, UsageError
+from ..kernels import layouts
+from .shards import Stored
+
+# Copies of one module's codes alive at the worst moment of a pack, one byte a weight: read, padded, tiled, gathered,
+# and the words they become.
+CODE_COPIES = 6
+
+
+@dataclass(frozen=True)
+class Module:
+    """One quantised linear of the source and what becomes of it."""
+
+    name: str
+    source: str
+    """The source format's name in the registry."""
+    members: tuple[str, ...]
+    """Names of the input tensors it consumes."""
+    outline: Outline
+    """As read; ``--widen`` is not applied to it."""
+    spec: Mapping[str, Any] | None
+    """As it stands in the artifact, ``source`` and ``residue`` included; None when the layout refused."""
+    refusal: str | None
+    tensors: tuple[Stored, ...]
+    """What is written for it: the packed tensors, or its members as they are."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def peak(self) -> int:
+        """An estimate of the bytes held while it is packed."""
+        return CODE_COPIES * (self.outline.experts or 1) * self.outline.n * self.outline.k + self.nbytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every input tensor is in exactly one place: a converted module's members, or ``passed``."""
+
+    checkpoint: Checkpoint
+    layout: str
+    modules: tuple[Module, ...]
+    """In the order of their first tensor in the file; refused ones too."""
+
+    @cached_property
+    def converted(self) -> tuple[Module, ...]:
+        return tuple(m for m in self.modules if m.spec is not None)
+
+    @cached_property
+    def refused(self) -> tuple[Module, ...]:
+        return tuple(m for m in self.modules if m.spec is None)
+
+    @cached_property
+    def passed(self) -> tuple[str, ...]:
+        """Names of the tensors copied byte for byte, in file order."""
+        consumed = {name for m in self.converted for name in m.members}
+        return tuple(name for name in self.checkpoint.tensors if name not in consumed)
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Stored, ...], ...]:
+        """What is written, in order; a piece is never split between shards."""
+        first = {m.members[0]: m for m in self.converted}
+        whole = {name: m for m in self.converted for name in m.members}
+        out = []
+        for name, tensor in self.checkpoint.tensors.items():
+            if name in first:
+                out.append(first[name].tensors)
+            elif name not in whole:
+                out.append((Stored(name, tensor.dtype, tensor.shape, tensor.nbytes),))
+        return tuple(out)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for piece in self.pieces for t in piece)
+
+    @property
+    def peak(self) -> int:
+        """An estimate of the anonymous memory of a run; mapped input pages are the kernel's and not counted."""
+        return max((m.peak for m in self.converted), default=0)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Input tensors by fate; converted + consumed + passed through = input."""
+        members = sum(len(m.members) for m in self.converted)
+        counts = {
+            "input": len(self.checkpoint.tensors),
+            "converted": len(self.converted),
+            "consumed": members - len(self.converted),
+            "passed_through": len(self.passed),
+        }
+        assert counts["input"] == counts["converted"] + counts["consumed"] + counts["passed_through"], counts
+        return counts
+
+
+def claims(checkpoint: Checkpoint, source: str | None) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """{module: (source name, its tensors)} by one reader, or by all of them merged.
+
+    Tensors that only make sense inside a quantised module, and are in none, are an error whichever reader was asked
+    for: a source module names them in ``orphans(checkpoint) -> {tensor: what is missing}``.
+
+    Raises:
+        CorruptError: a member without its module.
+        UnsupportedError: the named reader finds nothing.
+    """
+    found = {name: module.modules(checkpoint) for name, module in sources().items()}
+    owner: dict[str, str] = {}
+    for name, claimed in found.items():
+        for tensor in (t for members in claimed.values() for t in members):
+            assert tensor not in owner, f"{owner[tensor]} and {name} both claim {tensor}"
+            owner[tensor] = name
+    for module in sources().values():
+        orphans = module.orphans(checkpoint) if hasattr(module, "orphans") else {}
+        for tensor, missing in orphans.items():
+            if tensor not in owner:
+                raise CorruptError(
+                    "part of a quantised module that is not whole",
+                    file=checkpoint.tensors[tensor].file,
+                    tensor=tensor,
+                    need=missing,
+                    do="the file lost a tensor; get it again",
+                )
+    if source is not None and not found[source]:
+        others = [name for name, claimed in found.items() if claimed]
+        raise UnsupportedError(
+            f"no {source} modules in it",
+            file=checkpoint.path,
+            found=f"modules of {', '.join(others)}" if others else "no quantised module at all",
+            do=f"try {others[0]} or auto" if others else "nothing can be converted",
+        )
+    order = {tensor: i for i, tensor in enumerate(checkpoint.tensors)}
+    chosen = [
+        (module, (name, tuple(sorted(members, key=order.__getitem__))))
+        for name, claimed in found.items()
+        if source in (None, name)
+        for module, members in claimed.items()
+    ]
+    return dict(sorted(chosen, key=lambda claim: order[claim[1][1][0]]))
+
+
+def make(checkpoint: Checkpoint, source: str | None, layout: str, *, widen: bool = False) -> Plan:
+    """Plan a conversion; nothing is written, no codes are read.
+
+    Raises:
+        UsageError: an unknown format or layout.
+        UnsupportedError, CorruptError: the checkpoint, as its readers say.
+    """
+    known(source, sources(), "source format")
+    known(layout, layouts(), "layout")
+    artifact.refuse_artifact(checkpoint)
+    modules = (
+        _module(checkpoint, name, reader, members, layout, widen)
+        for name, (reader, members) in claims(checkpoint, source).items()
+    )
+    plan = Plan(checkpoint, layout, tuple(modules))
+    _check_names(plan)
+    return plan
+
+
+def known(name: str | None, registry: Iterable[str], what: str) -> None:
+    """Raise UsageError unless the name is listed (None: not asked for)."""
+    if name is not None and name not in registry:
+        raise UsageError(f"unknown {what} {name!r}", need=" or ".join(registry))
+
+
+def _module(
+    checkpoint: Checkpoint, name: str, reader: str, members: tuple[str, ...], layout: str, widen: bool
+) -> Module:
+    outline: Outline = sources()[reader].describe(checkpoint, name)
+    wide = replace(outline, element=widened(outline.element)) if widen else outline
+    refusal = layouts()[layout].accepts(wide)
+    if refusal is not None:
+        as_they_are = (checkpoint.tensors[member] for member in members)
+        tensors = tuple(Stored(t.name, t.dtype, t.shape, t.nbytes) for t in as_they_are)
+        return Module(name, reader, members, outline, None, refusal, tensors)
+    spec = artifact.module_spec(layouts()[layout].spec(wide), foretold_source(outline, wide), outline.residue)
+    tensors = tuple(
+        Stored(f"{name}.{suffix}", dtype, shape, artifact.nbytes(dtype, shape))
+        for suffix, (dtype, shape) in artifact.stored(spec, layouts()[layout], outline.residue).items()
+    )
+    return Module(name, reader, members, outline, spec, None, tensors)
+
+
+def foretold_source(outline: Outline, wide: Outline) -> dict[str, Any]:
+    """The spec's ``source``: the reader's own, and the narrow element that ``--widen`` left."""
+    narrow = {artifact.NARROW: outline.element.name} if wide.element != outline.element else {}
+    return {**outline.source, **narrow}
+
+
+def _check_names(plan: Plan) -> None:
+    seen: set[str] = set()
+    for tensor in (t for piece in plan.pieces for t in piece):
+        if tensor.name in seen:
+            raise CorruptError(
+                "the converted module's tensor and another tensor would have one name",
+                file=plan.checkpoint.path,
+                tensor=tensor.name,
+                need="names that differ",
+            )
+        seen.add(tensor.name)

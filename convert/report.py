@@ -1,0 +1,236 @@
+"""Results as tables for people and as JSON for scripts: ``text(result)`` and ``data(result)``, one pair per kind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import singledispatch
+from typing import Any
+
+from ..formats.errors import printable
+from .inspect import Contents, Support
+from .pipeline import Result
+from .plan import Module
+from .unpack import Unpacked
+from .verify import Verified
+
+Cells = Sequence[object]
+
+
+def table(head: Sequence[str], rows: Iterable[Cells]) -> list[str]:
+    """Left-aligned columns, numbers to the right; names are made safe to print."""
+    lines = [[printable(cell) for cell in row] for row in (head, *(list(r) for r in rows))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    right = [
+        len(lines) > 1 and all(line[i].replace(".", "").isdigit() or not line[i] for line in lines[1:])
+        for i in range(len(head))
+    ]
+    return [
+        "  ".join(
+            cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: ``1.3 MB``; decimal units, as ``--max-shard-size`` has them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def noted(notes: Iterable[tuple[str, str]]) -> list[str]:
+    """One line for each different text, with the modules it is true of."""
+    modules: dict[str, list[str]] = defaultdict(list)
+    for module, text in notes:
+        modules[text] += [module] if module and module not in modules[text] else []
+    return [printable(f"note: {text}{_some(names)}") for text, names in modules.items()]
+
+
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return f" ({names[0]})" if len(names) == 1 else f" ({len(names)} modules: {names[0]}, ..)"
+
+
+def _shape(n: int, k: int, experts: int | None) -> str:
+    return f"{n} x {k}" if experts is None else f"{experts} x {n} x {k}"
+
+
+@singledispatch
+def text(result: object) -> str:
+    """What a person reads on stdout."""
+    raise TypeError(type(result))
+
+
+@singledispatch
+def data(result: object) -> dict[str, Any]:
+    """What a script reads on stdout, as JSON."""
+    raise TypeError(type(result))
+
+
+def _refusals(refused: Iterable[Module]) -> list[str]:
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for module in refused:
+        reasons[module.refusal or ""].append(module.name)
+    return [printable(f"not converted: {', '.join(names)}: {reason}") for reason, names in reasons.items()]
+
+
+@text.register
+def _(result: Result) -> str:
+    plan, counts = result.plan, result.plan.counts
+    lines = []
+    if not result.written:
+        rows = [
+            (
+                m.name,
+                m.source,
+                plan.layout if m.spec is not None else "as it is",
+                m.outline.element.name,
+                _shape(m.outline.n, m.outline.k, m.outline.experts),
+                m.outline.group,
+                size(sum(plan.checkpoint.tensors[t].nbytes for t in m.members)),
+                size(m.nbytes),
+            )
+            for m in plan.modules
+        ]
+        lines += table(("module", "source", "layout", "element", "out x in", "group", "in", "out"), rows)
+    lines += _refusals(plan.refused)
+    lines += noted(result.notes)
+    lines.append(
+        f"{counts['input']} tensors = {counts['converted']} converted + {counts['consumed']} consumed"
+        f" + {counts['passed_through']} passed through"
+    )
+    shards = f" in {len(result.files)} shards" if len(result.files) > 1 else ""
+    if result.written:
+        lines.append(
+            printable(f"{result.dst}: {len(plan.converted)} {plan.layout} modules, {size(plan.nbytes)}{shards}")
+        )
+    else:
+        lines.append(
+            printable(
+                f"{result.dst} would take {size(plan.nbytes)} of disk{shards};"
+                f" packing, about {size(plan.peak)} of memory"
+            )
+        )
+    return "\n".join(lines)
+
+
+@data.register
+def _(result: Result) -> dict[str, Any]:
+    plan = result.plan
+    return {
+        "source": str(plan.checkpoint.path),
+        "destination": str(result.dst),
+        "written": result.written,
+        "files": list(result.files),
+        "layout": plan.layout,
+        "tensors": plan.counts,
+        "nbytes": plan.nbytes,
+        "peak_memory": plan.peak,
+        "modules": {m.name: _planned(plan.checkpoint.tensors, m) for m in plan.modules},
+        "passed_through": list(plan.passed),
+        "notes": [{"module": module, "text": note} for module, note in result.notes],
+    }
+
+
+def _planned(tensors: Mapping[str, Any], m: Module) -> dict[str, Any]:
+    q = m.outline
+    return {
+        "source": m.source,
+        "layout": None if m.spec is None else m.spec["layout"],
+        "refusal": m.refusal,
+        "element": q.element.name,
+        "n": q.n,
+        "k": q.k,
+        "experts": q.experts,
+        "group": q.group,
+        "nbytes_in": sum(tensors[t].nbytes for t in m.members),
+        "nbytes_out": m.nbytes,
+    }
+
+
+@text.register
+def _(contents: Contents) -> str:
+    rows = [
+        (
+            x.name,
+            x.holder,
+            x.element,
+            _shape(x.n, x.k, x.experts),
+            x.group,
+            x.scale,
+            " ".join(part for part in ("zero", "perm", "bias") if getattr(x, part)),
+            size(x.nbytes),
+        )
+        for x in contents.linears
+    ]
+    what = "layout" if contents.kind == "artifact" else "source"
+    lines = [printable(f"{contents.path}: {contents.kind}, {len(rows)} quantised modules")]
+    lines += table(("module", what, "element", "out x in", "group", "scales", "with", "size"), rows) if rows else []
+    refused: dict[str, list[str]] = defaultdict(list)
+    for x in contents.linears:
+        for layout, reason in x.refusals.items():
+            refused[f"not for {layout}: {reason}"].append(x.name)
+    lines += [printable(f"{reason}{_some(names)}") for reason, names in refused.items()]
+    lines += [f"other tensors: {count} {dtype}, {size(nbytes)}" for dtype, (count, nbytes) in contents.others.items()]
+    return "\n".join(lines + noted(contents.notes))
+
+
+@data.register
+def _(contents: Contents) -> dict[str, Any]:
+    return {
+        "path": str(contents.path),
+        "kind": contents.kind,
+        "modules": {x.name: {**vars(x), "refusals": dict(x.refusals)} for x in contents.linears},
+        "others": {dtype: {"tensors": c, "nbytes": b} for dtype, (c, b) in contents.others.items()},
+        "notes": [{"module": module, "text": note} for module, note in contents.notes],
+    }
+
+
+@text.register
+def _(result: Verified) -> str:
+    if result.against is None:
+        return printable(f"{result.path}: {result.modules} modules repack to the same bytes")
+    return printable(
+        f"{result.path}: {result.modules} modules and {result.passed_through} other tensors equal {result.against}"
+    )
+
+
+@data.register
+def _(result: Verified) -> dict[str, Any]:
+    against = None if result.against is None else str(result.against)
+    return {**vars(result), "path": str(result.path), "against": against, "equal": True}
+
+
+@text.register
+def _(result: Unpacked) -> str:
+    return printable(
+        f"{result.dst}: {result.restored} modules restored, {result.passed_through} other tensors,"
+        f" {size(result.nbytes)} in {len(result.files)} files"
+    )
+
+
+@data.register
+def _(result: Unpacked) -> dict[str, Any]:
+    return {**vars(result), "dst": str(result.dst), "files": list(result.files)}
+
+
+@text.register
+def _(support: Support) -> str:
+    pairs = [(s, *(f"{s}-to-{y}".replace("_", "-") for y in support.layouts)) for s in support.sources]
+    held = [(e, *("yes" if row[y] else "" for y in support.layouts)) for e, row in support.elements.items()]
+    blocks = (
+        table(("source", *(f"to {y}" for y in support.layouts)), pairs),
+        table(("element", *support.layouts), held),
+        [f"{name}: {title}" for name, title in {**support.sources, **support.layouts}.items()],
+    )
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+@data.register
+def _(support: Support) -> dict[str, Any]:
+    return dict(vars(support))

@@ -1,0 +1,168 @@
+"""Where output goes: everything is built in ``DST.partial`` and renamed when it is whole.
+
+    DST.partial/.lock          held by flock while a run is alive
+    DST.partial/<DST's name>   the product, file or directory
+    DST.partial/.replaced      what stood at DST, between the two renames of an overwrite
+
+A name without ``.partial`` is therefore always a finished product, whatever killed the run that made it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..formats.errors import UsageError, WarptileError
+
+FILE_SUFFIX = ".safetensors"
+
+
+def is_file(dst: Path) -> bool:
+    """Whether a destination's name asks for one file (else: a directory)."""
+    return dst.suffix == FILE_SUFFIX
+
+
+def default_destination(src: Path, ending: str) -> Path:
+    """``<stem>-<ending>`` beside the source and of its kind."""
+    src = Path(os.path.abspath(src))
+    return src.with_name(f"{src.name}-{ending}") if src.is_dir() else src.with_name(f"{src.stem}-{ending}{FILE_SUFFIX}")
+
+
+def check_paths(src: Path, dst: Path, *, overwrite: bool) -> None:
+    """Refuse, before anything is read or written, a pair of paths that cannot end well.
+
+    Raises:
+        UsageError: SRC and DST are one place by any path, or one lies inside the other.
+        WarptileError: SRC or DST's directory is missing; DST exists (and what is there may not be replaced).
+    """
+    if not src.exists():
+        raise WarptileError("no such file or directory", file=src)
+    real_src, real_dst = src.resolve(), dst.resolve()
+    same = real_src == real_dst or (dst.exists() and os.path.samefile(src, dst))
+    if same or (src.is_dir() and real_src in real_dst.parents) or (not is_file(dst) and real_dst in real_src.parents):
+        raise UsageError(
+            "the destination is the source, or one lies inside the other",
+            file=dst,
+            found=f"source {src}",
+            do="name a destination elsewhere",
+        )
+    if not dst.parent.is_dir():
+        raise WarptileError("no such directory", file=dst.parent, do="make it first")
+    if not os.path.lexists(dst):
+        return
+    if not overwrite:
+        raise WarptileError("already exists", file=dst, do="name another destination, or give --overwrite")
+    if dst.is_dir() and any(dst.iterdir()) and not any(dst.glob(f"*{FILE_SUFFIX}")):
+        raise WarptileError(
+            "a directory without any .safetensors is not a checkpoint, so it is not replaced",
+            file=dst,
+            do="remove it yourself, or name another destination",
+        )
+
+
+def check_space(dst: Path, need: int) -> None:
+    """Refuse a run that cannot fit on the destination's file system. ``need`` in bytes."""
+    free = shutil.disk_usage(dst.parent).free
+    if free < need:
+        raise WarptileError(
+            "not enough room on the disk",
+            file=dst.parent,
+            found=f"{free} bytes free",
+            need=f"{need} bytes",
+            do="free some, or name a destination elsewhere",
+        )
+
+
+@contextmanager
+def staged(dst: Path) -> Iterator[Path]:
+    """Yield the path to build the product at (a directory exists already); publish it at ``dst`` when the block ends.
+
+    An error removes all that was built; an interrupt (``KeyboardInterrupt``) leaves it for the next run to replace.
+
+    Raises:
+        WarptileError: another live run is writing to the same destination.
+    """
+    partial = dst.with_name(dst.name + ".partial")
+    lock = _locked(partial, dst)
+    try:
+        _clear(partial, dst)
+        product = partial / dst.name
+        if not is_file(dst):
+            product.mkdir()
+        yield product
+        _publish(product, partial, dst)
+    except Exception:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _locked(partial: Path, dst: Path) -> int:
+    """Own ``partial``: the descriptor that holds its lock."""
+    while True:
+        partial.mkdir(exist_ok=True)
+        path = partial / ".lock"
+        try:
+            lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+        except FileNotFoundError:  # its owner finished between the two lines
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise WarptileError(
+                "another run is writing to this destination",
+                file=dst,
+                found=f"a lock on {path}",
+                do="wait for it, or name another destination",
+            ) from None
+        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            return lock
+        os.close(lock)
+
+
+def _clear(partial: Path, dst: Path) -> None:
+    """Remove what a dead run left; put back what it was about to replace."""
+    replaced = partial / ".replaced"
+    if os.path.lexists(replaced) and not os.path.lexists(dst):
+        replaced.rename(dst)
+    for left in partial.iterdir():
+        if left.name != ".lock":
+            _remove(left)
+
+
+def _publish(product: Path, partial: Path, dst: Path) -> None:
+    if not is_file(dst):
+        sync(product)
+    replaced = partial / ".replaced"
+    if os.path.lexists(dst):
+        dst.rename(replaced)
+    try:
+        product.rename(dst)
+    except OSError:
+        if os.path.lexists(replaced):
+            replaced.rename(dst)
+        raise
+    sync(dst.parent)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

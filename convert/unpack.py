@@ -1,0 +1,94 @@
+"""``unpack()``: the checkpoint an artifact was made from; tensor bytes, names, files and config as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ..formats import sources
+from ..formats.artifact import Artifact, open_artifact
+from ..formats.container import Entry, nbytes
+from ..kernels import layouts
+from . import origin
+from . import shards as out
+from .progress import Progress
+from .staging import check_paths, check_space, is_file, staged
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """What ``unpack`` wrote."""
+
+    dst: Path
+    files: tuple[str, ...]
+    restored: int
+    """Modules given back to their source format."""
+    passed_through: int
+    nbytes: int
+
+
+def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet: bool = True) -> Unpacked:
+    """Undo a conversion: the source's tensors byte for byte, in files named and ordered as they were.
+
+    Args:
+        dst: one file when it ends in .safetensors (all of the source's files in one), else a directory.
+
+    Raises:
+        WarptileError: as ``convert``; nothing is left at ``dst`` then.
+    """
+    path, dst = Path(path), Path(dst)
+    check_paths(path, dst, overwrite=overwrite)
+    artifact = open_artifact(path, layouts())
+    files = origin.files(artifact.checkpoint)
+    if is_file(dst):
+        whole = tuple(t for file in files.values() for t in file.tensors)
+        files = {dst.name: origin.File(artifact.source_metadata, whole)}
+    total = sum(_stored(artifact, t).nbytes for file in files.values() for t in file.tensors)
+    check_space(dst, total)
+    batches = {name: out.Batch(partial(_restore, artifact, name)) for name in artifact.modules}
+    with staged(dst) as product, closing(Progress(total, "unpacking", quiet)) as progress:
+        shards = [_shard(artifact, name, file, batches, progress.advance) for name, file in files.items()]
+        out.write(shards, lambda file: product if is_file(dst) else product / file, workers=1)
+        if not is_file(dst):
+            if len(shards) > 1:
+                out.write_index(shards, product, total)
+            config = origin.restored_config(artifact.checkpoint)
+            if config is not None:
+                out.write_bytes(product / origin.CONFIG, config)
+            out.copy_side_files(artifact.checkpoint.side_files, product)
+    return Unpacked(dst, tuple(files), len(artifact.modules), len(artifact.passthrough), total)
+
+
+def _restore(artifact: Artifact, name: str) -> dict[str, Array]:
+    q = artifact.quant(name)
+    written: dict[str, Array] = sources()[q.source["format"]].write(name, q)
+    return written
+
+
+def _stored(artifact: Artifact, tensor: origin.Origin) -> out.Stored:
+    if tensor.dtype is None or tensor.shape is None:
+        kept = artifact.checkpoint.tensors[tensor.name]
+        return out.Stored(kept.name, kept.dtype, kept.shape, kept.nbytes)
+    return out.Stored(tensor.name, tensor.dtype, tensor.shape, nbytes(tensor.dtype, tensor.shape))
+
+
+def _shard(
+    artifact: Artifact, name: str, file: origin.File, batches: dict[str, out.Batch], advance: Callable[[int], None]
+) -> out.Shard:
+    entries = []
+    for tensor in file.tensors:
+        stored = _stored(artifact, tensor)
+        if tensor.module is None:
+            data = out.copied(artifact.checkpoint.tensors[tensor.name])
+        else:
+            data = batches[tensor.module].tensor(stored)
+        entries.append(Entry(stored.name, stored.dtype, stored.shape, out.counted(data, advance)))
+    return out.Shard(name, tuple(entries), file.metadata)
