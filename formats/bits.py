@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,37 @@ def unpack_stream(words: Array, bits: int) -> Array:
         return fields.reshape(*lead, count)
     stream = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(*lead, count, bits)
     return np.packbits(stream, axis=-1, bitorder="little")[..., 0]
+
+
+def pack_ragged(values: Array, bits: int) -> Array:
+    """``pack_stream`` of any number of codes: uint32 [.., ceil(c * bits / 32)], bits after the last code are 0."""
+    count = values.shape[-1]
+    unit = 32 // gcd(bits, 32)
+    padded = np.zeros((*values.shape[:-1], -(-count // unit) * unit), np.uint8)
+    padded[..., :count] = values
+    return pack_stream(padded, bits)[..., : -(-count * bits // 32)]
+
+
+def unpack_ragged(words: Array, bits: int, count: int) -> Array:
+    """The inverse: [.., ceil(count * bits / 32)] -> uint8 [.., count]; bits after the last code are not looked at."""
+    unit = bits // gcd(bits, 32)
+    padded = words
+    if words.shape[-1] % unit:
+        padded = np.zeros((*words.shape[:-1], -(-words.shape[-1] // unit) * unit), words.dtype)
+        padded[..., : words.shape[-1]] = words
+    return unpack_stream(padded, bits)[..., :count]
+
+
+def split_nibbles(data: Array) -> Array:
+    """uint8 [.., c] -> uint8 [.., 2c], the low nibble first."""
+    codes: Array = np.stack((data & 0x0F, data >> 4), axis=-1).reshape(*data.shape[:-1], -1)
+    return codes
+
+
+def join_nibbles(codes: Array) -> Array:
+    """The inverse of ``split_nibbles``."""
+    data: Array = codes[..., ::2] | codes[..., 1::2] << 4
+    return data
 
 
 @dataclass(frozen=True)
