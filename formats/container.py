@@ -267,11 +267,12 @@ def _read_json(file: Path, limit: int) -> dict[str, Any]:
         if not stat.S_ISREG(file.stat().st_mode):
             raise CorruptError("not a regular file", file=file)
         with open(file, "rb") as f:
-            data = f.read(limit + 1)
+            size = os.fstat(f.fileno()).st_size
+            if size > limit:
+                raise CorruptError("too long for JSON", file=file, found=f"{size} bytes", need=f"<= {limit}")
+            data = f.read(size)
     except OSError as e:
         raise WarptileError("cannot be read", file=file, found=e.strerror) from None
-    if len(data) > limit:
-        raise CorruptError("too long", file=file, found=f"over {limit} bytes", need="a configuration, not data")
     return strict_json.parse(data, file, "it", constants=True)
 
 

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -202,13 +203,13 @@ def write_safetensors(path: Path, entries: Sequence[Entry], metadata: Mapping[st
     header = _layout(path, entries, metadata)
     try:
         with _writing(path):
-            file = open(path, "wb")  # noqa: SIM115
-        with _writing(path), file:
-            file.write(len(header).to_bytes(8, "little") + header)
+            file = open(path, "wb", buffering=0)  # noqa: SIM115
+        with file:
+            _write(path, file, len(header).to_bytes(8, "little") + header)
             for entry in entries:
-                _copy(entry, file.write)
-            file.flush()
-            os.fsync(file.fileno())
+                _copy(path, file, entry)
+            with _writing(path):
+                os.fsync(file.fileno())
         _check_written(path, entries)
     except BaseException:
         if path.is_file() or path.is_symlink():
@@ -238,14 +239,22 @@ def _layout(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
     return text
 
 
-def _copy(entry: Entry, write: Callable[[Any], object]) -> None:
+def _copy(path: Path, file: FileIO, entry: Entry) -> None:
     written = 0
     for buffer in entry.data():
         array = buffer if isinstance(buffer, np.ndarray) else np.asarray(memoryview(buffer))
         raw: NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        write(raw)
+        _write(path, file, raw.data)
         written += raw.size
     assert written == nbytes(entry.dtype, entry.shape), (entry.name, entry.dtype, entry.shape, written)
+
+
+def _write(path: Path, file: FileIO, data: bytes | memoryview) -> None:
+    """All of it: one call takes no more than 2 GiB, and less where the disk is nearly full."""
+    left = memoryview(data)
+    while left:
+        with _writing(path):
+            left = left[file.write(left) :]
 
 
 @contextmanager
