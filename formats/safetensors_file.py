@@ -242,7 +242,7 @@ def _layout(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
 def _copy(path: Path, file: FileIO, entry: Entry) -> None:
     written = 0
     for buffer in entry.data():
-        array = buffer if isinstance(buffer, np.ndarray) else np.asarray(memoryview(buffer))
+        array = np.asarray(buffer if isinstance(buffer, np.ndarray | np.generic) else memoryview(buffer))
         raw: NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         _write(path, file, raw.data)
         written += raw.size
