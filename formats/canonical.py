@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import gcd
 from typing import Any
 
 import ml_dtypes
@@ -28,6 +29,7 @@ SCALE_DTYPES: dict[str, np.dtype[Any]] = {
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "u6": np.dtype(np.uint8),
     "s8": np.dtype(np.int8),
+    "f64": np.dtype(np.float64),
 }
 _SCALE_NAMES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
 
@@ -110,11 +112,15 @@ ELEMENTS: dict[str, Element] = {
 class Level:
     """One grid of factors: data [(E,) ceil(n/bn), ceil(k/bk)], ``block`` = (bn, bk) in weights.
 
-    The type of the factors is ``data.dtype``; ``u6`` and ``s8`` factors are plain integers.
+    The type of the factors is ``data.dtype``; ``u6`` and ``s8`` factors are plain integers. ``f64`` holds the
+    reciprocals of factors stored as divisors of 24 bits or fewer: float32(code * f64) equals float32(code / stored)
+    for every code of up to 8 bits, and float32(1 / f64) is the stored bits.
     """
 
     data: Array
     block: tuple[int, int]
+    shards: tuple[int, ...] = ()
+    """Rows of each part of a fused weight that has one factor a part; data repeats it for every block of rows."""
 
     @property
     def dtype(self) -> str:
@@ -141,6 +147,8 @@ class Outline:
     """What ``read`` will give as ``QuantTensor.source``: a file's header is written before any code is read."""
     residue: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...] = ()
     """(suffix, dtype, shape) of ``QuantTensor.residue``."""
+    shards: tuple[int, ...] = ()
+    """``Level.shards`` of the coarsest scale level."""
 
     @property
     def group(self) -> int:
@@ -196,6 +204,7 @@ class QuantTensor:
             None if self.bias is None else _SCALE_NAMES[self.bias.dtype],
             self.source,
             tuple((suffix, data.dtype, data.shape) for suffix, data in self.residue.items()),
+            self.scales[-1].shards,
         )
 
     def check(self) -> QuantTensor:
@@ -207,6 +216,10 @@ class QuantTensor:
                 level.data.shape,
                 level.block,
             )
+            if level.shards:
+                first = per_shard(level)
+                assert sum(level.shards) == self.n, (level.shards, self.n)
+                assert np.array_equal(level.data, from_shards(first, level.shards, level.block[1]).data)
         assert self.zero is None or self.zero.shape == self.scales[0].data.shape, "zero points live on the scales' grid"
         assert self.perm is None or (self.perm.shape == (self.k,) and self.perm.dtype == np.int32)
         assert self.bias is None or self.bias.shape == (*lead, self.n)
@@ -221,6 +234,18 @@ def grid_shape(n: int, k: int, block: tuple[int, int]) -> tuple[int, int]:
 def spread(grid: Array, block: tuple[int, int], n: int, k: int) -> Array:
     """A grid [.., ceil(n/bn), ceil(k/bk)] repeated to one entry per weight [.., n, k]."""
     return np.repeat(np.repeat(grid, block[0], axis=-2)[..., :n, :], block[1], axis=-1)[..., :k]
+
+
+def from_shards(data: Array, shards: tuple[int, ...], block_k: int) -> Level:
+    """A level of one row of factors [(E,) s, ..] for each part of a fused weight, ``shards`` [s] rows high."""
+    step = gcd(*shards)
+    return Level(np.repeat(data, [rows // step for rows in shards], axis=-2), (step, block_k), shards)
+
+
+def per_shard(level: Level) -> Array:
+    """The inverse of ``from_shards``: [(E,) s, ..]."""
+    starts = np.cumsum((0, *level.shards[:-1])) // level.block[0]
+    return level.data[..., starts, :]
 
 
 def _product(levels: Iterable[Level], n: int, k: int) -> Array:
@@ -275,8 +300,8 @@ def same(a: QuantTensor, b: QuantTensor) -> str | None:
         return "element"
     for part in ("scales", "offsets"):
         left, right = getattr(a, part), getattr(b, part)
-        if len(left) != len(right) or any(
-            x.block != y.block or differs(x.data, y.data) for x, y in zip(left, right, strict=True)
+        if [(x.block, x.shards) for x in left] != [(x.block, x.shards) for x in right] or any(
+            differs(x.data, y.data) for x, y in zip(left, right, strict=True)
         ):
             return part
     for part in ("codes", "perm", "bias"):

@@ -7,7 +7,18 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from warptile.formats.canonical import ELEMENTS, SCALE_DTYPES, Level, QuantTensor, dequantize, recode, same, widened
+from warptile.formats.canonical import (
+    ELEMENTS,
+    SCALE_DTYPES,
+    Level,
+    QuantTensor,
+    dequantize,
+    from_shards,
+    per_shard,
+    recode,
+    same,
+    widened,
+)
 
 
 def test_float_elements_equal_ml_dtypes() -> None:
@@ -117,3 +128,34 @@ def test_same_names_the_part_that_differs() -> None:
 def test_check_catches_grids_that_disagree() -> None:
     with pytest.raises(AssertionError):
         tensor(k=11, scales=tensor(k=20).scales).check()
+
+
+@pytest.mark.parametrize("rows", [(6,), (4, 2), (2, 2, 2), (1, 5), (3, 1, 2)])
+def test_one_factor_a_shard(rows: tuple[int, ...]) -> None:
+    """A plain grid to those who only multiply, and one row a shard to those who store it."""
+    data = np.arange(1, len(rows) + 1, dtype=np.float32).reshape(-1, 1)
+    level = from_shards(data, rows, 10)
+    q = tensor(scales=(tensor().scales[0], level)).check()
+    np.testing.assert_array_equal(per_shard(level), data)
+    want = dequantize(tensor(), np.float64) * np.repeat(data[:, 0].astype(np.float64), rows)[:, None]
+    np.testing.assert_array_equal(dequantize(q, np.float64), want)
+    assert q.outline().shards == rows
+    assert same(q, replace(q, scales=(q.scales[0], Level(level.data, level.block)))) == "scales"
+
+
+def test_check_catches_shards_that_are_not_constant() -> None:
+    level = Level(np.array([[1.0], [2.0], [2.0]], np.float32), (2, 10), (4, 2))
+    with pytest.raises(AssertionError):
+        tensor(scales=(tensor().scales[0], level)).check()
+
+
+def test_float64_reciprocals_divide_exactly() -> None:
+    """float32(code * f64) is float32(code / stored) for every code of 8 bits, and float32(1 / f64) is stored."""
+    rng = np.random.default_rng(5)
+    stored = rng.integers(1, 0x7F800000, 20000, dtype=np.uint32).view(np.float32)
+    reciprocal = 1 / stored.astype(np.float64)
+    np.testing.assert_array_equal((1 / reciprocal).astype(np.float32), stored)
+    with np.errstate(over="ignore", under="ignore"):
+        for code in (1, 3, 15, 127, 255, 448, 240 / 512):
+            divided = np.float32(code) / stored
+            np.testing.assert_array_equal((code * reciprocal).astype(np.float32), divided)

@@ -1,0 +1,158 @@
+"""Checks of stored tensors that several readers make. Each raises one line: file, tensor, found, need."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .container import Checkpoint, Tensor
+from .errors import CorruptError, UnsupportedError, UsageError
+
+Array = NDArray[Any]
+
+
+def refuse_any(tensor: Tensor, bad: NDArray[np.bool_], what: str, need: str, do: str | None = None) -> None:
+    """Refuse entries marked ``bad``, with their number and the first one's position. Raises CorruptError."""
+    if bad.any():
+        at = [int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape)]
+        raise CorruptError(
+            what,
+            file=tensor.file,
+            tensor=tensor.name,
+            found=f"{int(bad.sum())} of {bad.size}, the first at {at}",
+            need=need,
+            do=do,
+        )
+
+
+def finite(tensor: Tensor, values: Array) -> None:
+    """Refuse NaN and infinite factors. Raises CorruptError."""
+    with np.errstate(invalid="ignore"):
+        refuse_any(tensor, ~np.isfinite(values.astype(np.float64)), "scales are NaN or infinite", "finite numbers")
+
+
+def full_name(module: str, suffix: str) -> str:
+    """A tensor's name in its file; a file of one nameless module has bare suffixes."""
+    return f"{module}.{suffix}" if module else suffix
+
+
+def members(
+    checkpoint: Checkpoint, module: str, suffixes: Sequence[str], needed: Collection[str]
+) -> dict[str, Tensor]:
+    """The tensors of a module that are there, by suffix, in the order of ``suffixes``. Raises CorruptError when one of
+    ``needed`` is not."""
+    found = {s: t for s in suffixes if (t := checkpoint.tensors.get(full_name(module, s))) is not None}
+    for suffix in needed:
+        if suffix not in found:
+            raise CorruptError(
+                f"module {module!r} is incomplete",
+                file=checkpoint.path,
+                tensor=full_name(module, suffix),
+                found="no such tensor",
+                need=f"it beside {', '.join(tensor.name for tensor in found.values())}",
+            )
+    return found
+
+
+def dtype(tensor: Tensor, *allowed: str) -> None:
+    """Refuse a dtype. Raises UnsupportedError."""
+    if tensor.dtype not in allowed:
+        raise UnsupportedError(
+            "unexpected dtype", file=tensor.file, tensor=tensor.name, found=tensor.dtype, need=" or ".join(allowed)
+        )
+
+
+def shape(tensor: Tensor, *allowed: tuple[int, ...], why: str) -> None:
+    """Refuse a shape; ``why`` says what it follows from. Raises CorruptError."""
+    if tensor.shape not in allowed:
+        wanted = " or ".join(str(list(s)) for s in dict.fromkeys(allowed))
+        raise CorruptError(
+            "shapes disagree", file=tensor.file, tensor=tensor.name, found=list(tensor.shape), need=f"{wanted} {why}"
+        )
+
+
+def bias(tensor: Tensor | None, weight: Tensor, lead: list[int], n: int) -> None:
+    """Refuse a bias that is not one 16- or 32-bit number for each row."""
+    if tensor is not None:
+        dtype(tensor, "F16", "BF16", "F32")
+        shape(tensor, (*lead, n), why=f"for the {n} rows of {weight.name}")
+
+
+def packed(tensor: Tensor, logical: Tensor | None) -> tuple[list[int], int, int]:
+    """(experts or nothing, n, k) of u8 [(E,) n, k / 2], two codes a byte; ``logical`` is its stored shape, if any.
+
+    Raises CorruptError.
+    """
+    if len(tensor.shape) not in (2, 3):
+        raise CorruptError(
+            "packed weights are a matrix", file=tensor.file, tensor=tensor.name, found=list(tensor.shape)
+        )
+    *lead, n, k = *tensor.shape[:-1], 2 * tensor.shape[-1]
+    if logical is not None and (said := [int(d) for d in logical.array().reshape(-1)]) != [*lead, n, k]:
+        odd = bool(said) and said[-1] % 2 == 1
+        raise CorruptError(
+            "an odd number of input channels cannot be packed two a byte" if odd else "shapes disagree",
+            file=tensor.file,
+            tensor=logical.name,
+            found=said,
+            need=f"{[*lead, n, k]} for {list(tensor.shape)} bytes of {tensor.name}",
+        )
+    return lead, n, k
+
+
+def choice(flag: str, value: str | None, *allowed: str) -> None:
+    """Refuse an unknown value of a switch. Raises UsageError."""
+    if value is not None and value not in allowed:
+        raise UsageError(f"unknown {flag} {value!r}", need=" or ".join(allowed))
+
+
+def rows_of_shards(config: Mapping[str, Any], module: str, n: int) -> tuple[int, ...]:
+    """Rows of each part of a fused weight: q, k, v by the heads that config.json counts; gate and up in halves.
+
+    Empty when the module is not known to be fused, or its parts do not add up to n rows.
+    """
+    name = module.rpartition(".")[2]
+    if name == "gate_up_proj" and n % 2 == 0:
+        return n // 2, n // 2
+    if name == "qkv_proj":
+        text = config.get("text_config", config)
+        heads = text.get("num_attention_heads")
+        groups = text.get("num_key_value_heads", heads)
+        if isinstance(heads, int) and isinstance(groups, int) and min(heads, groups, n) > 0:
+            rows, rest = divmod(n, heads + 2 * groups)
+            return (heads * rows, groups * rows, groups * rows) if rest == 0 else ()
+    return ()
+
+
+REORDERED = ("swizzle", "shuffle", "prepack", "pre_pack", "swapped_nibble", "swap_nibble")
+
+
+def as_published(checkpoint: Checkpoint, tensor: Tensor) -> None:
+    """Refuse a file whose metadata says that its bytes were reordered for some library. Raises UnsupportedError."""
+    for where, labels in (("quantization config", checkpoint.quantization), ("metadata", checkpoint.metadata)):
+        for key, value in _leaves(labels):
+            said = (key, value if isinstance(value, str) and len(value) < 64 else "")
+            if str(value).lower() in ("", "none", "false", "0"):
+                continue
+            if any(word in text.lower() for word in REORDERED for text in said):
+                raise UnsupportedError(
+                    "scales or codes were reordered for a GPU library",
+                    file=tensor.file,
+                    tensor=tensor.name,
+                    found=f"{key} = {value!r} in the {where}",
+                    need="the checkpoint as its quantiser published it",
+                )
+
+
+def _leaves(labels: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(labels, Mapping):
+        for key, value in labels.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(labels, list):
+        for value in labels:
+            yield from _leaves(value, path)
+    else:
+        yield path, labels
