@@ -86,6 +86,7 @@ KEYS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "perm": ("true or false", _one_of(True, False)),
     "bias": ("null, f16, bf16 or f32", _one_of(None, "f16", "bf16", "f32")),
     "kind": ("a name", _text),
+    "global": ("f32", _one_of("f32")),
     "shards": ("a list of sizes", _list(_size(1))),
     "row_order": ('"ggml_rope"', _one_of("ggml_rope")),
     "source": ("an object with a format", lambda v: isinstance(v, dict) and _text(v.get("format"))),

@@ -1,40 +1,55 @@
 """Marlin tiles: 4- and 8-bit codes in the order of tensor-core fragments, scales and zeros permuted to match.
 
-| tensor      | dtype, shape                       | meaning |
-| ----------- | ---------------------------------- | ------- |
-| ``qweight`` | int32 [(E,) Kp/16, Np*bits/2]      | tiles of 16 x 64, order of ``formats/fragment.py`` |
-| ``scales``  | source dtype [(E,) G, Np]          | position 8i + v of every 64 is column i + 8v |
-| ``qzeros``  | int32 [(E,) G, Np*bits/32]         | true zeros, columns as ``ZERO_COLUMNS`` |
-| ``perm``    | int32 [Kp]                         | stored row p is input channel perm[p] (act-order) |
-| ``bias``    | its own dtype [(E,) N]             | natural order |
+| tensor           | dtype, shape                       | meaning |
+| ---------------- | ---------------------------------- | ------- |
+| ``qweight``      | int32 [(E,) Kp/16, Np*bits/2]      | tiles of 16 x 64, order of ``formats/fragment.py`` |
+| ``scales``       | source dtype [(E,) G, Np]          | position 8i + v of every 64 is column i + 8v |
+|                  | [(E,) ceil(K/bk), ceil(N/bn)]      | blocks of bn > 1 columns: the grid as it is, k first |
+|                  | [(E,) ceil(K/bk), shards]          | one scale for each fused shard (spec key ``shards``) |
+| ``global_scale`` | f32 [1], [shards], [E], [E, shards] | a second factor, always a multiplier |
+| ``qzeros``       | int32 [(E,) G, Np*bits/32]         | true zeros, columns as ``ZERO_COLUMNS`` |
+| ``perm``         | int32 [Kp]                         | stored row p is input channel perm[p] (act-order) |
+| ``bias``         | its own dtype [(E,) N]             | natural order |
+
+8-bit scales (e8m0, e4m3) are stored as U8. No constant is folded into a scale: an artifact serves every x dtype.
 
 Np = N rounded up to 64; Kp = K rounded up to lcm(64, group). Padding decodes to zero, so it never changes a product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import lcm
+from collections.abc import Mapping, Sequence
+from math import gcd, lcm
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..formats.bits import pack_stream, unpack_stream
-from ..formats.canonical import ELEMENTS, Level, Outline, QuantTensor
+from ..formats.canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape, per_shard
 from ..formats.fragment import SCALE_COLUMNS, TILE_K, TILE_N, TILES, reorder, restore
+from .marlin_plan import covering as covering
 from .marlin_plan import plan as plan
+from .marlin_plan import variants as variants
 
 Array = NDArray[Any]
 Spec = dict[str, Any]
 
 K_STEP = 64  # k is padded to whole steps of the kernels
 
-# Each row: the code that decodes to zero without a zero point.
-NEUTRAL = {"u4b8": 8, "u8b128": 128, "u4": 0, "u8": 0}
-SCALES = ("f16", "bf16", "f32")
+FLOATS = ("f16", "bf16", "f32")
+# Element -> (the code that decodes to zero without a zero point, the types of its scales).
+HELD: dict[str, tuple[int, tuple[str, ...]]] = {
+    "u4b8": (8, FLOATS),
+    "u8b128": (128, FLOATS),
+    "u4": (0, FLOATS),
+    "u8": (0, FLOATS),
+    "e4m3": (0, (*FLOATS, "e8m0", "f64")),
+    "e2m1": (0, (*FLOATS, "e8m0", "e4m3")),
+}
+GLOBAL = "f32"
 
-MEMBERS = ("qweight", "scales", "qzeros", "perm", "bias")
+MEMBERS = ("qweight", "scales", "global_scale", "qzeros", "perm", "bias")
 """Every suffix a module may have."""
 
 
@@ -50,28 +65,37 @@ ZERO_COLUMNS = {bits: _zero_column(bits, np.arange(TILE_N)) for bits in (4, 8)}
 
 def accepts(q: Outline) -> str | None:
     """None if the layout holds the tensor exactly, else the reason and what to do."""
-    if q.element.name in ("u2", "u2b2", "u3", "u3b4"):
+    name = "u8b128" if q.element.signed else q.element.name
+    if q.element.bits in (2, 3):
         return f"{q.element.bits}-bit codes have no Marlin tile; --widen stores them losslessly in 4-bit fields"
-    if q.element.name not in NEUTRAL and q.element.name != "s8":
-        return f"no Marlin tile for element {q.element.name}"
+    if name not in HELD:
+        return f"no Marlin tile for element {name}"
     if q.offsets:
         return "Marlin has no place for scaled minima; convert to mmq instead"
-    if len(q.scales) != 1:
+    (dtype, (block_n, _)), *rest = q.scales
+    if rest and not (q.element.is_float and _is_global(q, rest)):
         return f"Marlin holds one level of scales, this has {len(q.scales)}; convert to mmq instead"
-    dtype, (block_n, _) = q.scales[0]
-    if dtype not in SCALES:
-        return f"Marlin scales are {', '.join(SCALES)}, not {dtype}"
-    if block_n != 1:
+    if dtype not in HELD[name][1]:
+        return f"Marlin scales of {name} are {', '.join(HELD[name][1])}, not {dtype}"
+    if block_n != 1 and not q.element.is_float:
         return f"Marlin scales belong to one output row, these to {block_n}"
+    if q.shards and (sum(q.shards) != q.n or q.scales[-1][1] != (gcd(*q.shards), q.k)):
+        return f"shards of {', '.join(map(str, q.shards))} rows do not make up {q.n}"
     if q.group != -1 and q.group % TILE_K:
         return f"group size {q.group} is not a multiple of {TILE_K}"
+    if q.zero_max is not None and (q.element.bias or q.element.signed or q.element.is_float):
+        return f"element {name} already carries a fixed zero point"
     if q.zero_max is not None and q.zero_max >= 2**q.element.bits:
         return (
             f"zero point {q.zero_max} does not fit {q.element.bits} bits; read the zeros with --zero-wrap lane or word"
         )
-    if q.zero_max is not None and (q.element.bias or q.element.signed):
-        return f"element {q.element.name} already carries a fixed zero point"
     return None
+
+
+def _is_global(q: Outline, levels: Sequence[tuple[str, tuple[int, int]]]) -> bool:
+    """One f32 over all of k, and over all rows or those of a shard."""
+    (dtype, (block_n, block_k)), *more = levels
+    return not more and dtype == GLOBAL and block_k >= q.k and (block_n >= q.n or bool(q.shards))
 
 
 def padded(n: int, k: int, group: int) -> tuple[int, int]:
@@ -85,6 +109,29 @@ def _pad(grid: Array, rows: int, cols: int) -> Array:
     out = np.zeros((*grid.shape[:-2], rows, cols), grid.dtype)
     out[..., : grid.shape[-2], : grid.shape[-1]] = grid
     return out
+
+
+BYTES = {SCALE_DTYPES[name]: np.dtype(np.uint8) for name in ("e8m0", "e4m3")}
+
+
+def _one_a_part(level: Level) -> Array:
+    return per_shard(level) if level.shards else level.data
+
+
+def _global_shape(spec: Spec) -> tuple[int, ...]:
+    lead = () if spec["experts"] is None else (spec["experts"],)
+    return (*lead, len(spec["shards"])) if "shards" in spec else lead or (1,)
+
+
+def _scale_shape(spec: Spec) -> tuple[int, int]:
+    """[groups, Np] when scales belong to one column, else the grid's [ceil(K / bk), columns of blocks or shards]."""
+    bn, bk = spec["scale_block"]
+    if "shards" in spec and "global" not in spec:
+        return -(-spec["k"] // bk), len(spec["shards"])
+    if bn == 1:
+        return 1 if spec["group"] == -1 else spec["k_padded"] // spec["group"], spec["n_padded"]
+    rows, columns = grid_shape(spec["n"], spec["k"], (bn, bk))
+    return columns, rows
 
 
 def spec(q: Outline) -> Spec:
@@ -106,20 +153,27 @@ def spec(q: Outline) -> Spec:
         "zero": None if q.zero_max is None else "int",
         "perm": q.perm,
         "bias": q.bias,
+        **({"global": q.scales[1][0]} if len(q.scales) > 1 else {}),
+        **({"shards": list(q.shards)} if q.shards else {}),
     }
 
 
 def outline(spec: Spec) -> Outline:
     """The inverse of ``spec``, so far as it goes: a spec is sound when ``spec(outline(spec)) == spec``."""
+    n, k, shards = spec["n"], spec["k"], tuple(spec.get("shards", ()))
+    levels = [(spec["scale"], (spec["scale_block"][0], spec["scale_block"][1]))]
+    if "global" in spec:
+        levels.append((spec["global"], (gcd(*shards) if shards else n, k)))
     return Outline(
         element=ELEMENTS["s8" if spec["signed"] else spec["element"]],
-        n=spec["n"],
-        k=spec["k"],
+        n=n,
+        k=k,
         experts=spec["experts"],
-        scales=((spec["scale"], (spec["scale_block"][0], spec["scale_block"][1])),),
+        scales=tuple(levels),
         zero_max=None if spec["zero"] is None else 0,
         perm=spec["perm"],
         bias=spec["bias"],
+        shards=shards,
     )
 
 
@@ -136,10 +190,15 @@ def pack(q: QuantTensor) -> tuple[dict[str, Array], Spec]:
     codes[..., :k, :n] = (q.codes ^ np.uint8(0x80) if s["signed"] else q.codes).swapaxes(-2, -1)
     # Padding inside the last real group decodes to zero; groups that are all padding keep code 0, scale 0.
     end = kp if group == -1 else -(-k // group) * group
-    codes[..., k:end, :n] = NEUTRAL[element.name] if q.zero is None else q.zero[..., -1:].swapaxes(-2, -1)
+    codes[..., k:end, :n] = HELD[element.name][0] if q.zero is None else q.zero[..., -1:].swapaxes(-2, -1)
 
     tensors = {"qweight": TILES[element.bits].pack(codes)}
-    tensors["scales"] = reorder(_pad(q.scales[0].data.swapaxes(-2, -1), groups, np_), SCALE_COLUMNS)
+    fine = _one_a_part(q.scales[0]).swapaxes(-2, -1)
+    if s["scale_block"][0] == 1 and not q.scales[0].shards:
+        fine = reorder(_pad(fine, groups, np_), SCALE_COLUMNS)
+    tensors["scales"] = np.ascontiguousarray(fine).view(BYTES.get(fine.dtype, fine.dtype))
+    if len(q.scales) > 1:
+        tensors["global_scale"] = _one_a_part(q.scales[1]).reshape(_global_shape(s))
     if q.zero is not None:
         zeros = _pad(q.zero.astype(np.uint8).swapaxes(-2, -1), groups, np_)
         tensors["qzeros"] = pack_stream(reorder(zeros, ZERO_COLUMNS[element.bits]), element.bits).view(np.int32)
@@ -151,17 +210,19 @@ def pack(q: QuantTensor) -> tuple[dict[str, Array], Spec]:
 
 
 def expected(spec: Spec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Suffix -> (dtype name, shape) of the tensors a spec promises; dtype names as in ``SCALE_DTYPES``, and ``i32``."""
+    """Suffix -> (dtype name, shape) of the tensors a spec promises; dtype names as in ``SCALE_DTYPES``, i32 and u8."""
     bits = ELEMENTS[spec["element"]].bits
     lead = () if spec["experts"] is None else (spec["experts"],)
     n, np_, kp = spec["n"], spec["n_padded"], spec["k_padded"]
-    groups = 1 if spec["group"] == -1 else kp // spec["group"]
+    stored = "u8" if SCALE_DTYPES[spec["scale"]] in BYTES else spec["scale"]
     shapes = {
         "qweight": ("i32", (*lead, kp // TILE_K, np_ * bits // 2)),
-        "scales": (spec["scale"], (*lead, groups, np_)),
+        "scales": (stored, (*lead, *_scale_shape(spec))),
     }
+    if "global" in spec:
+        shapes["global_scale"] = (spec["global"], _global_shape(spec))
     if spec["zero"] is not None:
-        shapes["qzeros"] = ("i32", (*lead, groups, np_ * bits // 32))
+        shapes["qzeros"] = ("i32", (*lead, _scale_shape(spec)[0], np_ * bits // 32))
     if spec["perm"]:
         shapes["perm"] = ("i32", (kp,))
     if spec["bias"]:
@@ -174,9 +235,17 @@ def unpack(tensors: Mapping[str, Array], spec: Spec) -> QuantTensor:
     element, n, k = ELEMENTS[spec["element"]], spec["n"], spec["k"]
     bits = element.bits
     codes = TILES[bits].unpack(tensors["qweight"])[..., :k, :n].swapaxes(-2, -1)
-    block = (1, spec["scale_block"][1])
-    groups = -(-k // block[1])
-    scales = restore(tensors["scales"], SCALE_COLUMNS)[..., :groups, :n].swapaxes(-2, -1)
+    (block_n, block_k), shards = spec["scale_block"], tuple(spec.get("shards", ()))
+    groups = -(-k // block_k)
+    fine = tensors["scales"].view(SCALE_DTYPES[spec["scale"]])
+    if shards and "global" not in spec:
+        levels = [from_shards(fine.swapaxes(-2, -1), shards, block_k)]
+    else:
+        fine = restore(fine, SCALE_COLUMNS)[..., :groups, :n] if block_n == 1 else fine
+        levels = [Level(fine.swapaxes(-2, -1), (block_n, block_k))]
+    if "global" in spec:
+        whole = tensors["global_scale"].reshape(*codes.shape[:-2], -1, 1)
+        levels.append(from_shards(whole, shards, k) if shards else Level(whole, (n, k)))
     zero = None
     if spec["zero"] is not None:
         zero = restore(unpack_stream(tensors["qzeros"], bits), ZERO_COLUMNS[bits])[..., :groups, :n].swapaxes(-2, -1)
@@ -185,7 +254,7 @@ def unpack(tensors: Mapping[str, Array], spec: Spec) -> QuantTensor:
     return QuantTensor(
         element=element,
         codes=codes,
-        scales=(Level(scales, block),),
+        scales=tuple(levels),
         zero=zero,
         perm=tensors["perm"][:k] if spec["perm"] else None,
         bias=tensors["bias"] if spec["bias"] else None,
