@@ -1,0 +1,320 @@
+"""AWQ linears in the ``gemm`` version (AutoAWQ, GPTQModel, auto-round): 4 bit, by group, codes packed along n.
+
+| tensor | dtype, shape | meaning |
+| --- | --- | --- |
+| ``P.qweight`` | int32 or uint32 [K, N/8] | nibble p of word w is the code of column 8w + COLUMNS[p] |
+| ``P.qzeros`` | the same [G, N/8] | zero points in the same order, as they are; all 8 when symmetric |
+| ``P.scales`` | f16, bf16 or f32 [G, N] | any sign |
+| ``P.bias`` | [N] | optional |
+
+    w[n, k] = scales[k // group, n] * (code[k, n] - zero[k // group, n])
+
+The tensor names are those of formats that pack along k: shapes tell them apart, and a label that says otherwise is
+refused. So are the other versions (gemv, gemv_fast, llm-awq), whose order of bits is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import checks
+from .bits import pack_stream, unpack_stream
+from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor
+from .errors import UnsupportedError
+from .fragment import reorder, restore
+from .groups import group_size
+
+if TYPE_CHECKING:
+    from .container import Checkpoint, Tensor
+
+Array = NDArray[Any]
+
+OPTIONS = ("group_size",)
+
+BITS = 4
+COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+NEUTRAL = 8
+"""The zero point of a symmetric module."""
+
+MEMBERS = ("qweight", "qzeros", "scales", "bias")
+WORDS: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "U32": np.dtype(np.uint32)}
+FLOATS = ("F16", "BF16", "F32")
+
+LABELS = ("awq", "auto_round:auto_awq", "auto_round:awq")
+KEYS = ("w_bit", "q_group_size", "zero_point", "version")
+"""A configuration without a name is ours if it has one of these."""
+# ``exllama`` and ``ipex`` name kernels that take the gemm version.
+VERSIONS = ("gemm", "exllama", "ipex")
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A module without its codes and scales."""
+
+    members: dict[str, Tensor]
+    n: int
+    k: int
+    group: int
+    zero: Array | None
+    """[G, n]."""
+    source: dict[str, Any]
+
+    @property
+    def element(self) -> Element:
+        return ELEMENTS["u4b8" if self.zero is None else "u4"]
+
+
+def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    """Module -> the tensors it consumes.
+
+    Raises UnsupportedError for a label that contradicts the shapes and for AWQ in another order of bits.
+    """
+    named = _method(checkpoint.quantization)
+    found = {}
+    for name, tensor in checkpoint.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        if suffix == "weight":
+            _refuse_paired_rows(tensor, checkpoint.tensors.get(f"{module}.weight_scale"))
+        if suffix != "qweight":
+            continue
+        kind = _kind(checkpoint, module, tensor)
+        if kind == "gemm" and named is not None and named not in LABELS:
+            raise _mislabelled(tensor, f"AWQ, packed along n, under the label {named!r}")
+        if named in LABELS and kind == "packed along k":
+            raise _mislabelled(tensor, f"codes packed along k, which AWQ never has, under the label {named!r}")
+        if kind in OTHER_KINDS and named in (None, *LABELS):
+            raise UnsupportedError(
+                f"AWQ stored as {kind}, another order of bits than the gemm version",
+                file=tensor.file,
+                tensor=name,
+                found=OTHER_KINDS[kind],
+                do="quantise again, or convert the checkpoint to version gemm with the tool that wrote it",
+            )
+        if kind == "gemm" or named in LABELS:
+            found[module] = tuple(n for s in MEMBERS if (n := checks.full_name(module, s)) in checkpoint.tensors)
+    if found:
+        _check_version(checkpoint)
+    return found
+
+
+def _method(config: Mapping[str, Any]) -> str | None:
+    """What a configuration says it is of; None when there is none."""
+    if not config:
+        return None
+    named = config.get("quant_method") or config.get("method")
+    if named is None:
+        return LABELS[0] if any(key in config for key in KEYS) else "unnamed"
+    packing = config.get("packing_format")
+    return str(packing if packing in LABELS else named).lower()
+
+
+def orphans(checkpoint: Checkpoint) -> dict[str, str]:
+    """Tensor -> what is missing, for zero points without codes."""
+    if _method(checkpoint.quantization) not in LABELS:
+        return {}
+    names = [name for name in checkpoint.tensors if name.rpartition(".")[2] == "qzeros"]
+    codes = {name: name.removesuffix("qzeros") + "qweight" for name in names}
+    return {name: missing for name, missing in codes.items() if missing not in checkpoint.tensors}
+
+
+# What betrays the other versions.
+OTHER_KINDS = {
+    "llm-awq": "int16 codes, or scaled_zeros beside them",
+    "gemv_fast": "int16 codes",
+    "gemv": "one row of codes for each row of scales",
+    "8 bit": "four codes a word",
+}
+
+
+def _kind(checkpoint: Checkpoint, module: str, qweight: Tensor) -> str | None:
+    """What the shapes and dtypes of a module's tensors say its packing is; None when they agree with nothing."""
+    scales = checkpoint.tensors.get(checks.full_name(module, "scales"))
+    if checks.full_name(module, "scaled_zeros") in checkpoint.tensors:
+        return "llm-awq"
+    if scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
+        return None
+    (rows, words), (groups, n) = qweight.shape, scales.shape
+    ours = _method(checkpoint.quantization) in LABELS
+    if qweight.dtype == "I16":
+        return "gemv_fast" if ours or words != n else None
+    if words == n:
+        return "packed along k"
+    if words * 8 == n:
+        return "gemm"
+    if rows == groups:
+        return "gemv"
+    return "8 bit" if words * 4 == n and ours else None
+
+
+def _mislabelled(tensor: Tensor, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        "the label contradicts the shapes",
+        file=tensor.file,
+        tensor=tensor.name,
+        found=found,
+        need="a quant_method that says what the tensors are",
+        do="correct quant_method, or get the configuration that belongs to this file",
+    )
+
+
+def _refuse_paired_rows(weight: Tensor, scale: Tensor | None) -> None:
+    """ModelOpt's W4A16_AWQ: a byte holds two output rows, so scales have twice the rows of the weight."""
+    if (
+        scale is not None
+        and weight.dtype == "U8"
+        and scale.dtype in FLOATS
+        and len(weight.shape) == len(scale.shape) == 2
+        and scale.shape[0] == 2 * weight.shape[0]
+    ):
+        raise UnsupportedError(
+            "ModelOpt's W4A16_AWQ, two output rows in a byte",
+            file=weight.file,
+            tensor=weight.name,
+            found=f"U8 {list(weight.shape)} with scales {list(scale.shape)}",
+            need="AWQ of version gemm",
+            do="export the model with another quantiser",
+        )
+
+
+def _check_version(checkpoint: Checkpoint) -> None:
+    """The label's version; GPTQModel calls it format, the transformers library also knows a backend."""
+    config = checkpoint.quantization
+    for key in ("version", "checkpoint_format", "format", "backend"):
+        said = config.get(key)
+        if said is None or (key == "backend" and said != "llm-awq"):
+            continue
+        if str(said).lower() not in VERSIONS:
+            raise UnsupportedError(
+                "the label names a version of AWQ with another order of bits, its shapes are those of gemm",
+                file=checkpoint.quantization_file,
+                found=f"{key} {said!r}",
+                need="gemm",
+                do="correct the label if the file is gemm",
+            )
+
+
+def describe(checkpoint: Checkpoint, module: str) -> Outline:
+    """Element, extents and groups from shapes and qzeros. Raises UnsupportedError and CorruptError."""
+    linear = _linear(checkpoint, module)
+    bias = linear.members.get("bias")
+    return Outline(
+        element=linear.element,
+        n=linear.n,
+        k=linear.k,
+        experts=None,
+        scales=((linear.members["scales"].dtype.lower(), (1, linear.group)),),
+        zero_max=None if linear.zero is None else int(linear.zero.max()),
+        bias=None if bias is None else bias.dtype.lower(),
+        source=linear.source,
+    )
+
+
+def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
+    """The module with codes uint8 [n, k] as a transposed view. Raises what ``describe`` raises, and CorruptError for
+    scales that are NaN or infinite."""
+    linear = _linear(checkpoint, module)
+    scales = linear.members["scales"].array()
+    checks.finite(linear.members["scales"], scales)
+    bias = linear.members.get("bias")
+    return QuantTensor(
+        element=linear.element,
+        codes=_unpack(linear.members["qweight"]).T,
+        scales=(Level(scales.T, (1, linear.group)),),
+        zero=None if linear.zero is None else linear.zero.T,
+        bias=None if bias is None else bias.array(),
+        source=linear.source,
+    ).check()
+
+
+def write(module: str, q: QuantTensor) -> dict[str, Array]:
+    """The tensors that ``read`` was given, by full name: very bytes, dtypes and shapes."""
+    dtypes = q.source["dtypes"]
+    scales = np.ascontiguousarray(q.scales[0].data.T)
+    zero = np.full(scales.shape, NEUTRAL, np.uint8) if q.zero is None else q.zero.T.astype(np.uint8)
+    tensors: dict[str, Any] = {"scales": scales, "bias": q.bias}
+    for suffix, values in (("qweight", q.codes.T), ("qzeros", zero)):
+        if suffix in dtypes:
+            tensors[suffix] = pack_stream(reorder(values, COLUMNS), BITS).view(WORDS[dtypes[suffix]])
+    return {checks.full_name(module, suffix): tensors[suffix] for suffix in dtypes}
+
+
+def _unpack(words: Tensor) -> Array:
+    """[r, N/8] words -> uint8 [r, N]."""
+    return restore(unpack_stream(words.array().view(np.uint32), BITS), COLUMNS)
+
+
+def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
+    """Everything but codes and scales, decided from the tensors and cross-checked with the labels."""
+    config = checkpoint.quantization
+    symmetric = config.get("zero_point") is False
+    needed = ("qweight", "scales") if symmetric else ("qweight", "scales", "qzeros")
+    members = checks.members(checkpoint, module, MEMBERS, needed)
+    for suffix, tensor in members.items():
+        checks.dtype(tensor, *(FLOATS if suffix in ("scales", "bias") else WORDS))
+        if 0 in tensor.shape or len(tensor.shape) != (1 if suffix == "bias" else 2):
+            checks.shape(tensor, why="a matrix that is not empty; a bias has one dimension")
+    qweight, scales = members["qweight"], members["scales"]
+    k, n = qweight.shape[0], 8 * qweight.shape[1]
+    groups = scales.shape[0]
+    checks.shape(scales, (groups, n), why=f"for the {n} columns of {qweight.name}")
+    if "qzeros" in members:
+        checks.shape(members["qzeros"], (groups, n // 8), why=f"for the {groups} groups of {scales.name}")
+    if "bias" in members:
+        checks.shape(members["bias"], (n,), why=f"for the {n} columns of {qweight.name}")
+    _check_bits(checkpoint, config)
+
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        checkpoint.note(module, text)
+
+    if not config:
+        say("assumed AWQ of version gemm from the shapes: there is no label")
+    excluded = [part for part in config.get("modules_to_not_convert") or () if part in module]
+    if excluded:
+        say(f"modules_to_not_convert lists {excluded[0]!r}, its tensors say it is quantised: read as such")
+    claims = (checkpoint.options.group_size, config.get("group_size"), config.get("q_group_size"))
+    group = group_size(
+        k, groups, None, tuple(g for g in claims if g is not None)[:1], say, str(scales.file), scales.name
+    )
+    zero = _zero(members.get("qzeros"), symmetric)
+    source = {"format": "awq", "dtypes": {suffix: tensor.dtype for suffix, tensor in members.items()}}
+    return _Linear(members, n, k, group, zero, source | {"assumed": said} if said else source)
+
+
+def _check_bits(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    for key in ("bits", "w_bit"):
+        if config.get(key) not in (None, BITS):
+            raise UnsupportedError(
+                "the label contradicts the shapes",
+                file=checkpoint.quantization_file,
+                found=f"{key} {config[key]!r}",
+                need=f"{BITS}, as eight codes a word say",
+                do="correct the label",
+            )
+
+
+def _zero(qzeros: Tensor | None, symmetric: bool) -> Array | None:
+    """uint8 [G, n], None when every zero point is the symmetric one."""
+    if qzeros is None:
+        return None
+    zero = _unpack(qzeros)
+    if (zero == NEUTRAL).all():
+        return None
+    if symmetric:
+        g, column = np.argwhere(zero != NEUTRAL)[0]
+        raise UnsupportedError(
+            "the label contradicts the tensors",
+            file=qzeros.file,
+            tensor=qzeros.name,
+            found=f"zero_point false, but a zero point of {zero[g, column]} at [{g}, {column}]",
+            need=f"every zero point {NEUTRAL}",
+            do="set zero_point to true if the zero points are meant",
+        )
+    return zero
