@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ HELP = {
     "undo_rope_order": "Undo the row order that llama.cpp gives to q and k.",
     "stack_experts": "Store the experts of a layer as one module.",
 }
+
+EVERYTHING = [field.name for field in fields(Options)]
 
 Src = Annotated[Path, typer.Argument(metavar="SRC", help="A .safetensors file or a checkpoint directory.")]
 Dst = Annotated[
@@ -92,6 +95,11 @@ def _add_command(name: str, text: str, switches: Sequence[str], fixed: dict[str,
         *_switches(switches),
         Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json),
     ]
+    _register(name, text, command, parameters)
+
+
+def _register(name: str, text: str, command: Callable[..., None], parameters: Sequence[Parameter]) -> None:
+    """A command whose parameters are made, not written."""
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     app.command(name, help=text)(command)
@@ -108,15 +116,20 @@ def _add_conversions() -> None:
                 [],
             )
     to = Annotated[str, typer.Option("--to", metavar="LAYOUT", help=f"One of: {', '.join(layouts())}.")]
-    everything = [f.name for f in fields(Options)]
     free = [Parameter("to", Parameter.KEYWORD_ONLY, annotation=to)]
-    _add_command("auto", "Convert whatever any reader understands.", everything, {}, free)
+    _add_command("auto", "Convert whatever any reader understands.", EVERYTHING, {}, free)
 
 
-@app.command("inspect")
-def _inspect(path: Src, as_json: Json = False) -> None:
-    """List the modules of a checkpoint or an artifact."""
-    _run(partial(inspect, path), as_json)
+def _add_inspect() -> None:
+    def command(src: Path, as_json: bool, **options: Any) -> None:
+        _run(partial(inspect, src, **options), as_json)
+
+    parameters = [
+        Parameter("src", Parameter.POSITIONAL_OR_KEYWORD, annotation=Src),
+        *_switches(EVERYTHING),
+        Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json),
+    ]
+    _register("inspect", "List the modules of a checkpoint or an artifact.", command, parameters)
 
 
 @app.command("verify")
@@ -149,6 +162,7 @@ def _formats(as_json: Json = False) -> None:
 
 
 _add_conversions()
+_add_inspect()
 
 
 def _run(action: Callable[[], object], as_json: bool, quiet: bool = False) -> None:
@@ -162,6 +176,8 @@ def _run(action: Callable[[], object], as_json: bool, quiet: bool = False) -> No
         sys.stdout.flush()
     except WarptileError as error:
         _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; nothing more to flush
     except (OSError, MemoryError) as error:
         filename, reason = getattr(error, "filename", None), getattr(error, "strerror", None) or str(error)
         _fail(f"{filename}: {reason}" if filename else reason, 1)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..formats import artifact, sources
 from ..formats.canonical import recode, widened
 from ..formats.container import Checkpoint, Entry, open_checkpoint
-from ..formats.errors import UnsupportedError
+from ..formats.errors import UnsupportedError, UsageError
 from ..formats.options import Options
 from ..kernels import layouts
 from . import origin
@@ -78,6 +78,8 @@ def convert(
     src, limit = Path(src), out.parse_size(max_shard_size)
     planning.known(source, sources(), "source format")
     planning.known(to, layouts(), "layout")
+    if workers < 1:
+        raise UsageError("no worker, no work", found=f"workers {workers}", need="1 or more")
     dst = Path(dst) if dst is not None else default_destination(src, to)
     check_paths(src, dst, overwrite=overwrite or dry_run)
     checkpoint = open_checkpoint(src, Options(**options))

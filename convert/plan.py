@@ -113,32 +113,17 @@ def claims(checkpoint: Checkpoint, source: str | None) -> dict[str, tuple[str, t
 
     Raises:
         CorruptError: a member without its module.
-        UnsupportedError: the named reader finds nothing.
+        UnsupportedError: the named reader finds nothing, or one module is there twice.
     """
     found = {name: module.modules(checkpoint) for name, module in sources().items()}
-    owner: dict[str, str] = {}
-    for name, claimed in found.items():
-        for tensor in (t for members in claimed.values() for t in members):
-            assert tensor not in owner, f"{owner[tensor]} and {name} both claim {tensor}"
-            owner[tensor] = name
-    for module in sources().values():
-        orphans = module.orphans(checkpoint) if hasattr(module, "orphans") else {}
-        for tensor, missing in orphans.items():
-            if tensor not in owner:
-                raise CorruptError(
-                    "part of a quantised module that is not whole",
-                    file=checkpoint.tensors[tensor].file,
-                    tensor=tensor,
-                    need=missing,
-                    do="the file lost a tensor; get it again",
-                )
+    _check_claims(checkpoint, found)
     if source is not None and not found[source]:
         others = [name for name, claimed in found.items() if claimed]
         raise UnsupportedError(
             f"no {source} modules in it",
             file=checkpoint.path,
             found=f"modules of {', '.join(others)}" if others else "no quantised module at all",
-            do=f"try {others[0]} or auto" if others else "nothing can be converted",
+            do=f"try {others[0]} or auto" if others else "there is nothing to convert",
         )
     order = {tensor: i for i, tensor in enumerate(checkpoint.tensors)}
     chosen = [
@@ -150,15 +135,42 @@ def claims(checkpoint: Checkpoint, source: str | None) -> dict[str, tuple[str, t
     return dict(sorted(chosen, key=lambda claim: order[claim[1][1][0]]))
 
 
+def _check_claims(checkpoint: Checkpoint, found: Mapping[str, Mapping[str, tuple[str, ...]]]) -> None:
+    """Every tensor has at most one owner, every module one format, and no member is left alone."""
+    owner: dict[str, str] = {}
+    readers: dict[str, str] = {}
+    for name, claimed in found.items():
+        for module, members in claimed.items():
+            for tensor in members:
+                assert tensor not in owner, f"{owner[tensor]} and {name} both claim {tensor}"
+                owner[tensor] = name
+            if readers.setdefault(module, name) != name:
+                raise UnsupportedError(
+                    "one module in two formats",
+                    file=checkpoint.tensors[members[0]].file,
+                    tensor=module,
+                    found=f"{readers[module]} and {name}",
+                    do="remove the tensors of one of them",
+                )
+    for source in sources().values():
+        orphans = source.orphans(checkpoint) if hasattr(source, "orphans") else {}
+        for tensor, missing in orphans.items():
+            if tensor not in owner:
+                raise CorruptError(
+                    "part of a quantised module that is not whole",
+                    file=checkpoint.tensors[tensor].file,
+                    tensor=tensor,
+                    need=missing,
+                    do="get the checkpoint again",
+                )
+
+
 def make(checkpoint: Checkpoint, source: str | None, layout: str, *, widen: bool = False) -> Plan:
     """Plan a conversion; nothing is written, no codes are read.
 
     Raises:
-        UsageError: an unknown format or layout.
         UnsupportedError, CorruptError: the checkpoint, as its readers say.
     """
-    known(source, sources(), "source format")
-    known(layout, layouts(), "layout")
     artifact.refuse_artifact(checkpoint)
     modules = (
         _module(checkpoint, name, reader, members, layout, widen)

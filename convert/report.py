@@ -76,7 +76,10 @@ def _refusals(refused: Iterable[Module]) -> list[str]:
     reasons: dict[str, list[str]] = defaultdict(list)
     for module in refused:
         reasons[module.refusal or ""].append(module.name)
-    return [printable(f"not converted: {', '.join(names)}: {reason}") for reason, names in reasons.items()]
+    lines = []
+    for reason, names in reasons.items():
+        lines += [printable(f"not converted: {reason}"), *(printable(f"  {name}") for name in names)]
+    return lines
 
 
 @text.register

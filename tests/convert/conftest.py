@@ -15,13 +15,19 @@ NAMES = {"float16": "F16", "float32": "F32", "int32": "I32", "uint16": "BF16", "
 Tensors = dict[str, np.ndarray]
 
 
-def safetensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
-    """Arrays in the order given; uint16 arrays are bf16 bits."""
+def safetensors(
+    path: Path,
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+) -> None:
+    """Arrays in the order given; uint16 arrays are bf16 bits, ``dtypes`` names others."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     start = 0
     for name, array in tensors.items():
         end = start + array.nbytes
-        header[name] = {"dtype": NAMES[str(array.dtype)], "shape": list(array.shape), "data_offsets": [start, end]}
+        dtype = (dtypes or {}).get(name) or NAMES[str(array.dtype)]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -100,6 +106,12 @@ def make_file(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / name
 
     return make
+
+
+@pytest.fixture
+def write_safetensors() -> Callable[..., None]:
+    """``safetensors``."""
+    return safetensors
 
 
 @pytest.fixture

@@ -82,6 +82,13 @@ def test_tensors_that_lie(capsys, make_directory, plain_tensors, case):
     assert (code, K_PROJ in line) == (need, True), line
 
 
+def test_an_fp8_weight_without_its_scale_is_not_plain_data(capsys, tmp_path, plain_tensors, write_safetensors):
+    tensors = plain_tensors() | {"extra.weight": np.zeros((4, 4), np.int8)}
+    write_safetensors(tmp_path / "m.safetensors", tensors, dtypes={"extra.weight": "F8_E4M3"})
+    code, line = refused(capsys, tmp_path, "gptq-to-marlin", tmp_path / "m.safetensors")
+    assert (code, "extra.weight" in line, "scale" in line) == (4, True, True)
+
+
 @pytest.mark.parametrize("case", LABELS)
 def test_labels_that_lie(capsys, make_directory, case):
     label, need = LABELS[case]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import fields
 from inspect import signature
 
@@ -108,6 +110,17 @@ def test_formats_prints_the_registry(run):
     assert found["elements"]["u4b8"]["marlin"] is True
     assert found["elements"]["u3b4"]["marlin"] is False
     assert "gptq-to-marlin" in text
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    run = subprocess.run(
+        f"{sys.executable} -m warptile.convert formats | true; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_quiet_says_nothing(run, make_directory):
