@@ -14,7 +14,7 @@ from ..formats import sources
 from ..formats.artifact import Artifact
 from ..formats.canonical import Outline, QuantTensor, dequantize
 from ..formats.container import Checkpoint
-from ..kernels import layouts
+from ..formats.errors import WarptileError
 
 Array = NDArray[Any]
 
@@ -78,24 +78,37 @@ class Catalog:
         self.artifact = artifact
         self._rest = _untouched(artifact)
         self._readers: dict[str, ModuleType] = {}
+        self._refused: dict[str, WarptileError] = {}
         self.modules = {name: _converted(name, spec) for name, spec in artifact.modules.items()}
         for source in sources().values():
             for name in source.modules(self._rest):
                 self._readers[name] = source
-                self.modules[name] = _foreign(name, source.describe(self._rest, name))
+                try:
+                    self.modules[name] = _foreign(name, source.describe(self._rest, name))
+                except WarptileError as error:
+                    self._refused[name] = error
         tensors = self._rest.tensors
         for full, tensor in tensors.items():
             name = full.removesuffix(".weight")
-            if name != full and name not in self.modules and tensor.dtype in PLAIN and len(tensor.shape) == 2:
+            if (
+                name != full
+                and name not in self.modules
+                and name not in self._readers
+                and tensor.dtype in PLAIN
+                and len(tensor.shape) == 2
+            ):
                 n, k = tensor.shape
                 self.modules[name] = Module(name, n, k, None, PLAIN[tensor.dtype], None, bias=f"{name}.bias" in tensors)
 
     def module(self, name: str) -> Module:
-        """By name, with or without ``.weight``. Raises KeyError naming close matches."""
-        found = self.modules.get(name) or self.modules.get(name.removesuffix(".weight"))
-        if found is None:
-            raise KeyError(_unknown("linear", name, self.modules))
-        return found
+        """By name, with or without ``.weight``. Raises KeyError naming close matches, or what its reader refused."""
+        short = name.removesuffix(".weight")
+        found = self.modules.get(name) or self.modules.get(short)
+        if found is not None:
+            return found
+        if short in self._refused:
+            raise self._refused[short]
+        raise KeyError(_unknown("linear", name, self.modules))
 
     def tensor(self, name: str) -> Array:
         """A pass-through tensor as it is stored, memory mapped. Raises KeyError naming close matches."""
@@ -128,14 +141,15 @@ class Catalog:
 
 
 def _untouched(artifact: Artifact) -> Checkpoint:
-    """The artifact's checkpoint less the tensors of converted modules, under the source's own quantisation config."""
-    taken = set()
-    for name, spec in artifact.modules.items():
-        suffixes = [*layouts()[spec["layout"]].expected(spec), *(f"source.{s}" for s in spec.get("residue", ()))]
-        taken |= {f"{name}.{suffix}" for suffix in suffixes}
+    """What passed through conversion, as the source's own reader would have seen it."""
     checkpoint = artifact.checkpoint
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in taken}
-    return replace(checkpoint, tensors=tensors, quantization=checkpoint.quantization.get("source", {}))
+    return replace(
+        checkpoint,
+        tensors={name: checkpoint.tensors[name] for name in artifact.passthrough},
+        quantization=checkpoint.quantization.get("source", {}),
+        metadata=artifact.source_metadata,
+        file_metadata={},
+    )
 
 
 def _unknown(what: str, name: str, known: dict[str, Any]) -> str:

@@ -138,9 +138,16 @@ def dense(w: Any, bias: Array | None, dtype: str) -> Dense:
     return Dense(w, "f32", bias_of(bias))
 
 
-def multiply(d: Dense, x: Operand, y: Operand, expert: int | None, lane: Lane, n: int, k: int) -> None:
-    """y = x @ W.T + bias on cupy's current stream; x and y are matrices of contiguous rows. Hold the lane's lock."""
-    m, ldx, ldy = x.rows, x.row_stride, y.row_stride
+def multiply(d: Dense, x: Operand, y: Operand, expert: int | None, lane: Lane, stream: int) -> None:
+    """y = x @ W.T + bias on a stream; x and y are matrices of contiguous rows. Hold the lane's lock."""
+    import cupy
+
+    with cupy.cuda.ExternalStream(stream):
+        _multiply(d, x, y, expert, lane)
+
+
+def _multiply(d: Dense, x: Operand, y: Operand, expert: int | None, lane: Lane) -> None:
+    m, n, k, ldx, ldy = x.rows, y.shape[-1], x.shape[-1], x.row_stride, y.row_stride
     assert ldx is not None
     assert ldy is not None
     weight = d.weight if expert is None else d.weight[expert]

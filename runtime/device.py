@@ -15,12 +15,15 @@ from ..formats.errors import UnsupportedError
 from ..kernels import launch as plans
 from ..kernels import layouts
 from . import build
-from .arrays import ITEM, CupyKind, Kind, NumpyKind, Operand, host_view
+from .arrays import ACTIVATIONS, ITEM, CupyKind, Kind, NumpyKind, Operand, host_view
 from .catalog import Catalog, Module
 from .dense import BITS, Dense, bias_of, decode, dense, multiply, view
 from .launch import Bound, Kernels, describe
 from .load import Uploader, Weights
 from .scratch import Lane, Lanes, allocating, capture_id
+
+ROWS = 1 << 18
+"""Rows of x in one product: grids and 32-bit extents hold that many for any n and k."""
 
 BOUND_LIMIT = 16384
 """Bound plans kept, about a kilobyte of host memory each."""
@@ -136,41 +139,29 @@ class Cuda:
         host_view(out)[...] = result.reshape(out.shape)
 
     def _product(self, module: Module, x: Operand, out: Operand, expert: int | None, stream: int) -> None:
-        bound = self._ready(module, x.dtype, x.rows, x.aligned or x.row_stride is None, stream)
-        needs_lane = x.row_stride is None or isinstance(bound, Dense) or bound.needs_memory
-        if not needs_lane:
-            assert isinstance(bound, Bound)
-            bound.launch(module.name, stream, x, out, expert or 0, None)
+        if x.row_stride is not None:
+            self._rows(module, x, out, expert, stream)
             return
         lane = self._lanes.of(stream)
         with lane.lock:
-            self._in_lane(module, bound, x, out, expert, stream, lane)
-        if lane.grown:
-            lane.grown = False
-            self._lanes.trim()
+            self._rows(module, _packed(x, lane, stream), out, expert, stream)
+        self._lanes.settle(lane)
 
-    def _in_lane(
-        self,
-        module: Module,
-        bound: Bound | Dense,
-        x: Operand,
-        out: Operand,
-        expert: int | None,
-        stream: int,
-        lane: Lane,
-    ) -> None:
-        import cupy
-
-        with cupy.cuda.ExternalStream(stream):
-            x = _as_rows(x, lane)
-            if isinstance(bound, Dense):
-                multiply(bound, x, out, expert, lane, module.n, module.k)
-                return
-            try:
-                bound.launch(module.name, stream, x, out, expert or 0, lane)
-            except RuntimeError:
-                lane.reset()
-                raise
+    def _rows(self, module: Module, x: Operand, out: Operand, expert: int | None, stream: int) -> None:
+        """A product of regular rows, at most ROWS of them at once."""
+        for start in range(0, x.rows, ROWS):
+            part, to = _slice(x, start), _slice(out, start)
+            bound = self._ready(module, x.dtype, part.rows, part.aligned, stream)
+            if isinstance(bound, Bound) and not bound.needs_memory:
+                bound.launch(module.name, stream, part, to, expert or 0, None)
+                continue
+            lane = self._lanes.of(stream)
+            with lane.lock:
+                if isinstance(bound, Dense):
+                    multiply(bound, part, to, expert, lane, stream)
+                else:
+                    _launch(bound, module.name, stream, part, to, expert or 0, lane)
+            self._lanes.settle(lane)
 
     def _ready(self, module: Module, dtype: str, m: int, aligned: bool, stream: int | None) -> Bound | Dense:
         """The bound plan of a product, or the dense weights when no kernel of ours runs it."""
@@ -276,8 +267,9 @@ class Cuda:
     def load(self, modules: Sequence[Module]) -> None:
         with current(self.index):
             for module in modules:
-                if isinstance(self._plan(module, 1, "f16", True), str):
-                    self._ready(module, "f16", 1, True, None)
+                dtype = module.element if module.element in ACTIVATIONS else "f16"
+                if isinstance(self._plan(module, 1, dtype, True), str):
+                    self._ready(module, dtype, 1, True, None)
                 else:
                     self._resident(module)
 
@@ -285,20 +277,18 @@ class Cuda:
         """Runs every product once on zeros: that loads kernels (cuBLAS's own too) and grows this stream's lane."""
         import cupy
 
-        for module in modules:
-            for dtype in dtypes:
-                for m in ms:
-                    with current(self.index):
-                        x = cupy.zeros((m, module.k), cupy.uint16)
-                        y = cupy.empty((m, module.n), cupy.uint16)
-                        source = replace(CupyKind().operand(x), dtype=dtype)
-                        target = replace(CupyKind().operand(y), dtype=dtype)
-                        if m:
-                            for aligned in (False, True):
-                                self._ready(module, dtype, m, aligned, None)
-                            expert = None if module.experts is None else 0
-                            self._product(module, source, target, expert, CupyKind().stream(self.index))
+        todo = [(module, min(m, ROWS), dtype) for module in modules for dtype in dtypes for m in ms if m]
+        chosen = [self._plan(*one, aligned) for one in todo for aligned in (False, True)]
+        self._kernels.compile([stage for plan in chosen if not isinstance(plan, str) for stage in plan.stages])
+        kind = CupyKind()
         with current(self.index):
+            stream = kind.stream(self.index)
+            for module, m, dtype in todo:
+                for aligned in (False, True):
+                    self._ready(module, dtype, m, aligned, None)
+                x, y = cupy.zeros((m, module.k), cupy.uint16), cupy.empty((m, module.n), cupy.uint16)
+                source, target = (replace(kind.operand(array), dtype=dtype) for array in (x, y))
+                self._product(module, source, target, None if module.experts is None else 0, stream)
             cupy.cuda.get_current_stream().synchronize()
 
     def release(self) -> None:
@@ -317,11 +307,32 @@ class Cuda:
             self._kernels.close()
 
 
-def _as_rows(x: Operand, lane: Lane) -> Operand:
-    """x as one matrix of contiguous rows: itself, or a copy in the lane."""
-    if x.row_stride is not None:
+def _launch(bound: Bound, name: str, stream: int, x: Operand, out: Operand, expert: int, lane: Lane) -> None:
+    """A launch with scratch; counters that a failure may have left counting are given up."""
+    try:
+        bound.launch(name, stream, x, out, expert, lane)
+    except RuntimeError:
+        lane.reset()
+        raise
+
+
+def _slice(x: Operand, start: int) -> Operand:
+    """At most ROWS rows of an operand of regular rows, as a matrix."""
+    if start == 0 and x.rows <= ROWS:
         return x
-    strides = tuple(np.cumprod((1, *x.shape[:0:-1]))[::-1].tolist())
-    packed = view(lane.buffer("packed x", x.rows * x.shape[-1] * ITEM), x.shape, strides, "uint16", lane)
-    packed[...] = view(x.pointer, x.shape, x.strides, "uint16", x.owner)
-    return replace(x, pointer=packed.data.ptr, strides=strides, owner=lane)
+    stride, width = x.row_stride, x.shape[-1]
+    assert stride is not None
+    shape = min(ROWS, x.rows - start), width
+    return replace(x, pointer=x.pointer + start * stride * ITEM, shape=shape, strides=(stride, 1))
+
+
+def _packed(x: Operand, lane: Lane, stream: int) -> Operand:
+    """A copy of x in the lane, as contiguous rows."""
+    import cupy
+
+    shape = (x.rows, x.shape[-1])
+    with cupy.cuda.ExternalStream(stream):
+        source = view(x.pointer, x.shape, x.strides, "uint16", x.owner)
+        copy = view(lane.buffer("packed x", x.rows * shape[1] * ITEM), shape, (shape[1], 1), "uint16", lane)
+        copy.reshape(x.shape)[...] = source
+    return replace(x, pointer=copy.data.ptr, shape=shape, strides=(shape[1], 1), owner=lane)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.launch import Plan, Stage
 from .arrays import Operand
+from .build import Cubin
 from .build import compile as build_cubin
 from .load import Weights
 from .scratch import Lane
@@ -21,25 +24,43 @@ OPERANDS = ("x", "y", "ldx", "ldy", "scratch", "counters", "gathered")
 """Arguments that change from call to call, in the order ``Bound.launch`` gathers them."""
 
 
+Key = tuple[str, tuple[int, ...], str]
+
+
+def _key(stage: Stage) -> Key:
+    return stage.kernel, stage.variant, stage.target
+
+
 class Kernels:
     """The functions loaded on one device, by (kernel, variant, target)."""
 
     def __init__(self, cubins: Any) -> None:
         self._cubins = cubins
-        self._loaded: dict[tuple[str, tuple[int, ...], str], tuple[Any, Any]] = {}
+        self._images: dict[Key, Cubin] = {}
+        self._loaded: dict[Key, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
 
     def has(self, stage: Stage) -> bool:
-        return (stage.kernel, stage.variant, stage.target) in self._loaded
+        return _key(stage) in self._loaded
+
+    def compile(self, stages: Iterable[Stage]) -> None:
+        """Build what is missing, in parallel (NVRTC releases the GIL); loading is left to ``function``."""
+        missing = sorted({_key(stage) for stage in stages} - self._loaded.keys() - self._images.keys())
+
+        def image(key: Key) -> Cubin:
+            return build_cubin(*key, self._cubins)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            self._images.update(zip(missing, pool.map(image, missing), strict=True))
 
     def function(self, stage: Stage) -> Any:
         """Compiled (or found built), loaded and allowed its shared memory. Raises RuntimeError naming the kernel."""
         from cuda.bindings import driver
 
-        key = (stage.kernel, stage.variant, stage.target)
+        key = _key(stage)
         with self._lock:
             if key not in self._loaded:
-                cubin = build_cubin(*key, self._cubins)
+                cubin = self._images.pop(key, None) or build_cubin(*key, self._cubins)
                 module = _checked(stage, "loading", driver.cuModuleLoadData(cubin.image))
                 entry = cubin.entry.encode()
                 self._loaded[key] = module, _checked(stage, "loading", driver.cuModuleGetFunction(module, entry))

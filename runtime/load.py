@@ -39,7 +39,7 @@ class Uploader:
         self._buffers = [np.frombuffer(memory, np.uint8, CHUNK) for memory in pinned]
 
     def copy(self, pointer: int, source: Array) -> None:
-        """The bytes of a host array (copied first if it is not contiguous) to ``pointer``; returns when all are there."""
+        """The bytes of a host array to ``pointer``; returns when they are there."""
         from cupy.cuda import runtime
 
         data = np.ascontiguousarray(source).reshape(-1).view(np.uint8)

@@ -39,7 +39,7 @@ def allocating() -> Iterator[None]:
 
 
 class Lane:
-    """Buffers by purpose, each grown to the largest size asked for. Hold ``lock`` from the first buffer to the launch."""
+    """Buffers by purpose, each as large as the largest request. Hold ``lock`` from the first buffer to the launch."""
 
     def __init__(self, uploader: Uploader, captured: bool) -> None:
         self.lock = threading.RLock()
@@ -104,6 +104,12 @@ class Lanes:
     def nbytes(self) -> int:
         with self._lock:
             return sum(lane.nbytes for lane in self._lanes.values())
+
+    def settle(self, lane: Lane) -> None:
+        """After a call: back under the cap, if the lane grew."""
+        if lane.grown:
+            lane.grown = False
+            self.trim()
 
     def trim(self, limit: int | None = None) -> None:
         """Free lanes that no graph and no thread uses, oldest first, until the rest fits ``limit``."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-
 from warptile.formats.canonical import ELEMENTS, SCALE_DTYPES, Level, QuantTensor
 from warptile.formats.container import Checkpoint
 from warptile.kernels import marlin
@@ -20,6 +19,7 @@ ACTIVATION = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bf
 class Plain:
     """A pass-through tensor as a checkpoint lists it."""
 
+    name: str
     data: np.ndarray
     dtype: str
 
@@ -39,8 +39,9 @@ class InMemory:
         self.modules = {name: spec for name, (_, spec) in packed.items()}
         self._tensors = {name: tensors for name, (tensors, _) in packed.items()}
         names = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "int32": "I32", "float8_e4m3fn": "F8_E4M3"}
-        tensors = {name: Plain(data, names[data.dtype.name]) for name, data in plain.items()}
-        self.checkpoint = Checkpoint(Path("in-memory.safetensors"), tensors, {}, {}, None, {}, ())
+        tensors = {name: Plain(name, data, names[data.dtype.name]) for name, data in plain.items()}
+        self.checkpoint = Checkpoint(Path("in-memory.safetensors"), tensors)
+        self.passthrough, self.source_metadata = tuple(tensors), {}
 
     def tensors(self, name: str) -> dict[str, np.ndarray]:
         return self._tensors[name]

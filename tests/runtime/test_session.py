@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from linears import ACTIVATION, Case, InMemory, random_quant, random_x
-
 from warptile.formats.canonical import dequantize
 from warptile.runtime import Session
 
