@@ -1,0 +1,26 @@
+# make demo   venv + install + convert a real GPTQ checkpoint, inspect, verify, multiply
+# make test   every test that needs no GPU
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+DEMO   := examples/llama-tiny-gptq-w4g64
+
+.PHONY: demo test clean
+
+$(BIN)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+demo: $(BIN)/.installed
+	rm -rf build/demo && mkdir -p build/demo
+	$(BIN)/convert gptq-to-marlin $(DEMO) build/demo/marlin
+	$(BIN)/convert inspect build/demo/marlin
+	$(BIN)/convert verify build/demo/marlin --against $(DEMO)
+	$(BIN)/python examples/multiply.py build/demo/marlin $(DEMO)/expected.npz
+
+test: $(BIN)/.installed
+	$(BIN)/python -m pytest -q
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,277 @@
+"""Products with converted weights against the speed of light, cuBLAS and Humming, all in one run.
+
+    python benchmarks/matmul.py                                  int4, group 128, fp16, the shapes of shapes.py
+    python benchmarks/matmul.py --element u8b128 --group 64 --dtype bfloat16 --m 1,16,256
+    python benchmarks/matmul.py --plot benchmarks/results/h200.jsonl matmul.png
+
+Method: timing.py. Every line of the table has its error beside it: ||y - ref|| / ||ref|| against a float64 product
+with the decoded weights, on the first 512 features and at most 64 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from shapes import MS, SHAPES, Shape
+from timing import copies, graph_time, torch_graph_time
+from warptile.formats import artifact
+from warptile.formats.canonical import ELEMENTS, Level, QuantTensor, dequantize
+from warptile.formats.container import Checkpoint, Entry, dtype_name, write_safetensors
+from warptile.kernels import marlin
+from warptile.runtime import Session
+
+HERE = Path(__file__).parent
+CHECKED_FEATURES, CHECKED_ROWS = 512, 64
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def random_linear(shape: Shape, element: str, group: int, scale: str) -> QuantTensor:
+    """Random codes and scales, zero points where the element has no bias of its own."""
+    rng = np.random.default_rng(0)
+    e = ELEMENTS[element]
+    grid = (shape.n, 1 if group == -1 else -(-shape.k // group))
+    scales = (rng.random(grid) * 0.01 + 0.005).astype(DTYPES[scale])
+    return QuantTensor(
+        e,
+        rng.integers(0, 2**e.bits, (shape.n, shape.k), dtype=np.uint8),
+        (Level(scales, (1, shape.k if group == -1 else group)),),
+        zero=None if e.bias else rng.integers(0, 2**e.bits, grid, dtype=np.uint8),
+    )
+
+
+def write_copies(path: Path, q: QuantTensor) -> list[str]:
+    """An artifact with as many copies of the module as overflow L2. Returns their names."""
+    tensors, spec = marlin.pack(q)
+    names = [f"w{i}" for i in range(copies(tensors["qweight"].nbytes))]
+    spec = artifact.module_spec(spec, {"format": "benchmark"})
+    entries = [
+        Entry(f"{name}.{suffix}", dtype_name(data.dtype), data.shape, lambda data=data: [data])
+        for name in names
+        for suffix, data in tensors.items()
+    ]
+    write_safetensors(path, entries, artifact.metadata(Checkpoint(path, {}), dict.fromkeys(names, spec)))
+    return names
+
+
+def error(y: Any, x: Any, reference: np.ndarray) -> float:
+    """Relative to the float64 product, on the features and rows that are checked."""
+    rows = min(CHECKED_ROWS, x.shape[0])
+    exact = x[:rows].astype(np.float64) @ reference.T
+    got = y[:rows, : len(reference)].astype(np.float64)
+    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact)) if np.isfinite(got).all() else float("inf")
+
+
+def read_time(nbytes: int) -> float:
+    """The speed of light: microseconds to read so many bytes once."""
+    import cupy
+
+    kernel = cupy.RawKernel((HERE / "read.cu").read_text(), "read_all")
+    words = nbytes // 16
+    buffers = [cupy.random.randint(0, 2**31, (words, 4), dtype=cupy.int32) for _ in range(copies(nbytes))]
+    out = cupy.zeros(1, cupy.uint32)
+    sms = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    best = float("inf")
+    for blocks in (2, 4):
+        launch = lambda i, b=blocks: kernel((sms * b,), (512,), (buffers[i % len(buffers)], np.int64(words), out))  # noqa: E731
+        best = min(best, graph_time(launch, max(20, len(buffers))))
+    return best
+
+
+def ours(path: Path, names: list[str], x: np.ndarray, m: int, dtype: str) -> tuple[float, np.ndarray, str]:
+    import cupy
+
+    with Session(path) as session:
+        session.prepare(m, dtype, names)
+        device_x = as_device(x)
+        outs = [as_device(np.zeros((m, session.module(names[0]).n), DTYPES[dtype])) for _ in range(2)]
+        call = lambda i: session.linear(names[i % len(names)], device_x, out=outs[i % 2])  # noqa: E731
+        call(0)
+        y = to_host(outs[0])
+        time = graph_time(call, max(20, len(names)))
+        cupy.cuda.Device().synchronize()
+        return time, y, session.explain(names[0], m, dtype).lines[0]
+
+
+def as_device(a: np.ndarray) -> Any:
+    """cupy has no bfloat16: those arrays live in torch."""
+    import cupy
+
+    if a.dtype != DTYPES["bfloat16"]:
+        return cupy.asarray(a)
+    import torch
+
+    return torch.from_numpy(a.view(np.int16)).cuda().view(torch.bfloat16)
+
+
+def to_host(a: Any) -> np.ndarray:
+    if hasattr(a, "get"):
+        return np.asarray(a.get())
+    import torch
+
+    return a.view(torch.int16).cpu().numpy().view(DTYPES["bfloat16"])
+
+
+def cublas(shape: Shape, x: np.ndarray) -> float:
+    """The 16-bit product without quantisation, for the same x."""
+    import torch
+
+    dtype = torch.float16 if x.dtype == np.float16 else torch.bfloat16
+    device_x = torch.from_numpy(x.astype(np.float32)).cuda().to(dtype)
+    weights = [torch.randn(shape.n, shape.k, device="cuda", dtype=dtype) for _ in range(copies(2 * shape.n * shape.k))]
+    return torch_graph_time(lambda i: device_x @ weights[i % len(weights)].T, max(20, len(weights)))
+
+
+def humming(shape: Shape, element: str, group: int, x: np.ndarray, layers: list[Any]) -> float | None:
+    """The peer, from its wheel; None where it is not installed. ``layers`` is filled once for each shape."""
+    try:
+        import torch
+        from humming.layer import HummingLayer
+    except ImportError:
+        return None
+    dtype = torch.float16 if x.dtype == np.float16 else torch.bfloat16
+    bits = ELEMENTS[element].bits
+    if not layers:
+        weight = torch.randn(shape.n, shape.k, device="cuda", dtype=dtype) * 0.05
+        config = {"dtype": f"int{bits}", "group_size": max(group, 0)}
+        for _ in range(copies(shape.n * shape.k * bits // 8)):
+            layer = HummingLayer(shape.n, shape.k, weight_config=dict(config), torch_dtype=dtype).cuda()
+            layer.load_from_unquantized(weight)
+            layer.transform()
+            layers.append(layer)
+    device_x = torch.from_numpy(x.astype(np.float32)).cuda().to(dtype)
+    return torch_graph_time(lambda i: layers[i % len(layers)](device_x), max(20, len(layers)))
+
+
+def measure(shape: Shape, args: argparse.Namespace, record: dict[str, Any]) -> list[dict[str, Any]]:
+    import cupy
+    import torch
+
+    rows = []
+    q = random_linear(shape, args.element, args.group, args.scale or args.dtype)
+    head = QuantTensor(
+        q.element,
+        q.codes[:CHECKED_FEATURES],
+        (Level(q.scales[0].data[:CHECKED_FEATURES], q.scales[0].block),),
+        zero=None if q.zero is None else q.zero[:CHECKED_FEATURES],
+    )
+    reference = dequantize(head, np.float64)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "copies.safetensors"
+        names = write_copies(path, q)
+        weights_read = read_time(shape.bytes(0, q.element.bits, args.group))
+        layers: list[Any] = []
+        for m in args.m:
+            x = np.random.default_rng(m).standard_normal((m, shape.k)).astype(DTYPES[args.dtype])
+            time, y, how = ours(path, names, x, m, args.dtype)
+            row = {
+                **record, "n": shape.n, "k": shape.k, "m": m, "element": args.element, "group": args.group,
+                "dtype": args.dtype, "us": round(time, 2), "error": error(y, x, reference), "how": how,
+                "read_us": round(weights_read, 2), "cublas_us": None, "humming_us": None,
+            }  # fmt: skip
+            if "cublas" in args.peers:
+                row["cublas_us"] = round(cublas(shape, x), 2)
+            if "humming" in args.peers and (peer := humming(shape, args.element, args.group, x, layers)) is not None:
+                row["humming_us"] = round(peer, 2)
+            cupy.get_default_memory_pool().free_all_blocks()
+            torch.cuda.empty_cache()
+            rows.append(row)
+            print(line(row), flush=True)
+    return rows
+
+
+HEADER = "     N      K     M |  read  cuBLAS  Humming |   ours   error  TFLOP/s | how"
+
+
+def line(r: dict[str, Any]) -> str:
+    def peer(key: str) -> str:
+        return "-" if r[key] is None else f"{r[key]:.1f}"
+
+    rate = 2 * r["m"] * r["n"] * r["k"] / r["us"] / 1e6
+    return (
+        f"{r['n']:6d} {r['k']:6d} {r['m']:5d} | {r['read_us']:5.1f} {peer('cublas_us'):>7} {peer('humming_us'):>8} | "
+        f"{r['us']:6.1f} {r['error']:.1e} {rate:8.0f} | {r['how'].split(', grid')[0]}"
+    )
+
+
+def plot(results: Path, picture: Path) -> None:
+    """Time over the roof by M, a panel for each shape, from the newest run of int4 group 128 in a results file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(text) for text in results.read_text().splitlines()]
+    rows = [r for r in rows if (r["element"], r["group"], r["dtype"]) == ("u4b8", 128, "float16")]
+    newest: dict[tuple[int, int], dict[int, dict[str, Any]]] = defaultdict(dict)
+    for r in rows:
+        newest[r["n"], r["k"]][r["m"]] = r
+    figure, axes = pyplot.subplots(1, len(newest), figsize=(5 * len(newest), 4), sharey=True, squeeze=False)
+    for ax, ((n, k), by_m) in zip(axes[0], sorted(newest.items()), strict=True):
+        ms = sorted(by_m)
+        roof = [max(by_m[m]["read_us"], 2 * m * n * k / PEAK / 1e6) for m in ms]
+        for key, label in (("cublas_us", "cuBLAS fp16"), ("humming_us", "Humming"), ("us", "warptile")):
+            points = [(m, by_m[m][key] / r) for m, r in zip(ms, roof, strict=True) if by_m[m][key]]
+            ax.plot(*zip(*points, strict=True), marker="o", label=label, linewidth=2.5 if key == "us" else 1.2)
+        ax.axhline(1, color="black", linewidth=0.8)
+        ax.set(xscale="log", yscale="log", title=f"{n} x {k}", xlabel="M (rows of x)")
+        ax.set_xticks(ms, [str(m) for m in ms], rotation=60, fontsize=7)
+        ax.set_xticks([], minor=True)
+    axes[0][0].set_ylabel("time / roof  (1 = speed of light)")
+    axes[0][0].set_yticks([1, 1.5, 2, 3, 4, 6], ["1", "1.5", "2", "3", "4", "6"])
+    axes[0][0].legend()
+    figure.suptitle("int4, group 128, fp16 activations, NVIDIA H200: lower is better")
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+
+
+PEAK = 750
+"""TFLOP/s of an 8192^3 fp16 product on an H200 (680-750 measured 2026-11-29): the roof of large M."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--element", default="u4b8", choices=["u4b8", "u4", "u8b128", "u8"])
+    parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--dtype", default="float16", choices=list(DTYPES), help="activations")
+    parser.add_argument("--scale", choices=list(DTYPES), help="scales, by default the activations' type")
+    parser.add_argument("--m", type=lambda text: [int(m) for m in text.split(",")], default=list(MS))
+    parser.add_argument("--shape", action="append", type=lambda s: Shape(*map(int, s.split("x"))), help="NxK")
+    parser.add_argument("--peers", default="cublas,humming", type=lambda text: text.split(","))
+    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--commit", help="recorded; by default what git says")
+    parser.add_argument("--plot", nargs=2, type=Path, metavar=("RESULTS", "PNG"), help="draw instead of measuring")
+    args = parser.parse_args()
+    if args.plot:
+        plot(*args.plot)
+        return
+    import cupy
+
+    commit = (
+        args.commit
+        or subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True, cwd=HERE
+        ).stdout.strip()
+    )
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    record = {"date": date.today().isoformat(), "device": name, "commit": commit}
+    print(f"{name}, {record['date']}, {commit}: {args.element} group {args.group}, {args.dtype}; us\n{HEADER}")
+    rows = [row for shape in args.shape or SHAPES for row in measure(shape, args, record)]
+    if args.out:
+        with args.out.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    if any(not row["error"] <= (3e-3 if args.dtype == "bfloat16" else 1e-3) for row in rows):
+        sys.exit("an error is out of bounds")
+
+
+if __name__ == "__main__":
+    main()
