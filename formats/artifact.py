@@ -217,6 +217,10 @@ def open_artifact(path: str | os.PathLike[str], layouts: Layouts) -> Artifact:
             owner[tensor] = name
         _check_perm(checkpoint, name, spec)
     rest = tuple(name for name in checkpoint.tensors if name not in owner)
+    for name in rest:
+        module, inside, _ = name.partition(f".{RESIDUE}")
+        if inside and module in modules:
+            raise _denied(checkpoint, module, name)
     source = _source_text(checkpoint, "source_metadata")
     for key, text in source.items():
         if not isinstance(text, str):
@@ -322,10 +326,12 @@ def _check_tensors(checkpoint: Checkpoint, name: str, spec: Spec, layout: Module
             )
     for suffix in layout.MEMBERS:
         if suffix not in promised and f"{name}.{suffix}" in checkpoint.tensors:
-            raise CorruptError(
-                f"a tensor that the spec of module {name} denies", file=checkpoint.path, tensor=f"{name}.{suffix}"
-            )
+            raise _denied(checkpoint, name, f"{name}.{suffix}")
     return [f"{name}.{suffix}" for suffix in (*promised, *kept)]
+
+
+def _denied(checkpoint: Checkpoint, module: str, tensor: str) -> CorruptError:
+    return CorruptError(f"a tensor that the spec of module {module} denies", file=checkpoint.path, tensor=tensor)
 
 
 def _check_perm(checkpoint: Checkpoint, name: str, spec: Spec) -> None:
