@@ -1,0 +1,156 @@
+"""What a compressed-tensors configuration says. Labels only: the tensors decide, in ``compressed_tensors.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import targets
+from .errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .container import Checkpoint
+
+LABELS = ("compressed-tensors", "auto_round:llm_compressor")
+# What a label may name. Modules of the second row are other readers'.
+FORMATS = (
+    *("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision", "dense"),
+    *("float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The claims about one module's weights; None or empty where nothing is said."""
+
+    bits: int | None
+    group_size: tuple[int, ...]
+    """At most one; -1 is one group over all of k."""
+    symmetric: bool | None
+    block: tuple[int, int] | None
+    """Rows and channels of one scale, for scales in blocks."""
+    version: str
+    remarks: tuple[str, ...]
+
+
+def method(config: Mapping[str, Any]) -> str | None:
+    """What a configuration is of, None when there is none; ``config_groups`` need no name beside them."""
+    if not config:
+        return None
+    named = config.get("quant_method", LABELS[0] if "config_groups" in config else "unnamed")
+    packing = config.get("packing_format")
+    return packing if packing in LABELS else str(named)
+
+
+def where(checkpoint: Checkpoint) -> str:
+    """The file a claim stands in."""
+    return checkpoint.quantization_file or str(checkpoint.path)
+
+
+def check_formats(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError for a compressor format that is not known, sparse ones included."""
+    config = checkpoint.quantization
+    groups = (group for group in (config.get("config_groups") or {}).values() if isinstance(group, Mapping))
+    sparsity = config.get("sparsity_config") or {}
+    for name in (config.get("format"), *(group.get("format") for group in groups), sparsity.get("format")):
+        if name is not None and name not in FORMATS:
+            raise UnsupportedError(
+                "unknown compressor format", file=where(checkpoint), found=repr(name), need=", ".join(FORMATS)
+            )
+
+
+def check_targets(checkpoint: Checkpoint, quantised: Mapping[str, Any]) -> None:
+    """Note patterns that mean no module. Raises UnsupportedError when no target means any quantised one."""
+    config, file = checkpoint.quantization, where(checkpoint)
+    table = targets.schemes(config, file)
+    if table and not any(targets.scheme_of(module, table, file) for module in quantised):
+        raise UnsupportedError(
+            "the targets match no module, yet there are quantised ones",
+            file=file,
+            tensor=next(iter(quantised)),
+            found=", ".join(table),
+            need="targets that name the quantised modules",
+            do="get the configuration that belongs to this file",
+        )
+    names = dict.fromkeys(prefix for name in checkpoint.tensors for prefix in _prefixes(name))
+    for key, patterns in (("targets", table), ("ignore", _ignored(config))):
+        idle = targets.idle(patterns, names, file)
+        if idle:
+            checkpoint.note("", f"{key} that match no module: {', '.join(idle)}")
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The modules that a tensor's name passes through."""
+    parts = name.split(".")
+    return (".".join(parts[:i]) for i in range(1, len(parts)))
+
+
+def _ignored(config: Mapping[str, Any]) -> list[str]:
+    return [str(pattern) for pattern in config.get("ignore") or ()]
+
+
+def arguments(checkpoint: Checkpoint, module: str) -> Arguments:
+    """The switches, then the scheme whose target means the module. Raises UnsupportedError for one of other weights."""
+    config, options, file = checkpoint.quantization, checkpoint.options, where(checkpoint)
+    if method(config) not in LABELS:
+        groups = () if options.group_size is None else (options.group_size,)
+        assumed = "assumed compressed-tensors from the tensors: there is no label"
+        return Arguments(options.bits, groups, None, None, "", (assumed,))
+    scheme = targets.scheme_of(module, targets.schemes(config, file), file)
+    remarks = [] if scheme else ["no target means it, its tensors say it is quantised: read as they are"]
+    for pattern in _ignored(config):
+        if targets.matches(module, pattern, file):
+            remarks = [f"ignored by {pattern!r}, its tensors say it is quantised: read as they are"]
+            scheme = None
+    weights = scheme.weights if scheme else {}
+    if weights.get("type") not in (None, "int"):
+        raise UnsupportedError(
+            "the label contradicts the tensors",
+            file=file,
+            tensor=module,
+            found=f"integer codes, type {weights['type']!r} in {scheme.group if scheme else ''}",
+            do="get the configuration that belongs to this file",
+        )
+    symmetric = weights.get("symmetric", True) if weights else None
+    return Arguments(
+        bits=_number(weights, "num_bits", file) if options.bits is None else options.bits,
+        group_size=_group(weights, file) if options.group_size is None else (options.group_size,),
+        symmetric=symmetric if isinstance(symmetric, bool) else None,
+        block=_block(weights, file),
+        version=str(config.get("version") or ""),
+        remarks=tuple(remarks),
+    )
+
+
+def _number(weights: Mapping[str, Any], key: str, file: str) -> int | None:
+    value = weights.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise UnsupportedError(f"{key} is not a number", file=file, found=repr(value))
+    return value
+
+
+def _group(weights: Mapping[str, Any], file: str) -> tuple[int, ...]:
+    size, strategy = _number(weights, "group_size", file), weights.get("strategy")
+    if strategy in ("channel", "tensor"):
+        return (-1,)
+    if strategy in ("group", None) and size is not None:
+        if size < 1 and size != -1:
+            raise UnsupportedError("no such group size", file=file, found=size, need="-1 or a positive number")
+        return (size,)
+    return ()
+
+
+def _block(weights: Mapping[str, Any], file: str) -> tuple[int, int] | None:
+    """``block_structure``: [rows, channels], or "128x128" in old files."""
+    structure = weights.get("block_structure")
+    if structure is None:
+        return None
+    sides = structure.split("x") if isinstance(structure, str) else structure
+    try:
+        rows, channels = (int(side) for side in sides)
+    except (TypeError, ValueError):
+        rows = channels = 0
+    if rows < 1 or channels < 1:
+        raise UnsupportedError("block_structure is no pair of sizes", file=file, found=repr(structure))
+    return rows, channels
