@@ -52,7 +52,7 @@ EVERYTHING = [field.name for field in fields(Options)]
 Src = Annotated[Path, typer.Argument(metavar="SRC", help="A .safetensors file or a checkpoint directory.")]
 Dst = Annotated[
     Path | None,
-    typer.Argument(metavar="[DST]", help="A file when it ends in .safetensors, else a directory. Default: beside SRC."),
+    typer.Argument(metavar="DST", help="A file when it ends in .safetensors, else a directory. Default: beside SRC."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help=HELP["quiet"])]

@@ -14,16 +14,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from ..formats.container import Checkpoint
+from numpy.typing import NDArray
+
+from ..formats import sources
+from ..formats.artifact import Artifact
+from ..formats.container import CONFIG, QUANTIZATION, WEIGHTS, Checkpoint, dtype_name
 from ..formats.errors import CorruptError, UnsupportedError
 from ..formats.options import Options
 from .plan import Plan
-from .staging import FILE_SUFFIX
 
-CONFIG = "config.json"
-QUANTIZATION = "quantization_config"
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -66,31 +69,87 @@ def _dump(content: object) -> str:
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
 
 
-def files(artifact: Checkpoint) -> dict[str, File]:
-    """The source's files by name.
+def files(artifact: Artifact) -> dict[str, File]:
+    """The source's files by name; every tensor that passed through is in one of them.
 
     Raises:
         UnsupportedError: the artifact does not say.
         CorruptError: it says something that cannot be.
     """
-    if "source_files" not in artifact.metadata:
-        raise UnsupportedError("the artifact does not say what its source's files were", file=artifact.path)
+    checkpoint = artifact.checkpoint
+    if "source_files" not in checkpoint.metadata:
+        raise UnsupportedError("the artifact does not say what its source's files were", file=checkpoint.path)
+
+    def corrupt(found: object, need: object = None) -> CorruptError:
+        return CorruptError("source_files in its metadata is damaged", file=checkpoint.path, found=found, need=need)
+
     try:
-        listed = json.loads(artifact.metadata["source_files"])
+        listed = json.loads(checkpoint.metadata["source_files"])
         found = {
             name: File(dict(file["metadata"]), tuple(_origin(*tensor) for tensor in file["tensors"]))
             for name, file in listed.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptError("source_files in its metadata is damaged", file=artifact.path, found=error) from None
+        raise corrupt(error) from None
     for name in found:
-        if Path(name).name != name or not name.endswith(FILE_SUFFIX):
-            raise CorruptError("source_files in its metadata names no plain file", file=artifact.path, found=name)
+        if Path(name).name != name or not name.endswith(WEIGHTS):
+            raise corrupt(name, "a plain file name")
+    tensors = [t for file in found.values() for t in file.tensors]
+    if len({t.name for t in tensors}) < len(tensors):
+        raise corrupt("a name twice")
+    if {t.name for t in tensors if t.module is None} != set(artifact.passthrough):
+        raise corrupt("other tensors than the artifact's", "those that passed through")
+    if {t.module for t in tensors if t.module is not None} != set(artifact.modules):
+        raise corrupt("other modules than the artifact's")
     return found
 
 
 def _origin(name: str, dtype: str | None = None, shape: list[int] | None = None, module: str | None = None) -> Origin:
     return Origin(name, dtype, None if shape is None else tuple(shape), module)
+
+
+def reader(artifact: Artifact, module: str) -> ModuleType:
+    """The source format a module came from.
+
+    Raises:
+        UnsupportedError: there is no such format here.
+    """
+    name = artifact.modules[module]["source"]["format"]
+    if name not in sources():
+        raise UnsupportedError(
+            "unknown source format",
+            file=artifact.checkpoint.path,
+            tensor=module,
+            found=name,
+            need=" or ".join(sources()),
+            do="update warptile",
+        )
+    return sources()[name]
+
+
+def restored(artifact: Artifact, module: str, promised: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Array]:
+    """The source's tensors of a module by full name.
+
+    Raises:
+        CorruptError: they are not those that are ``promised``, {name: (dtype, shape)}.
+    """
+    write, q = reader(artifact, module).write, artifact.quant(module)
+    try:
+        tensors: dict[str, Array] = write(module, q)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CorruptError(
+            "its source entry is damaged", file=artifact.checkpoint.path, tensor=module, found=error
+        ) from None
+    written = {name: (dtype_name(a.dtype), a.shape) for name, a in tensors.items()}
+    if written != promised:
+        raise CorruptError(
+            "unpacks to other tensors than its source had",
+            file=artifact.checkpoint.path,
+            tensor=module,
+            found=written,
+            need=promised,
+        )
+    return tensors
 
 
 def options(artifact: Checkpoint) -> dict[str, Any]:
@@ -109,7 +168,9 @@ def restored_config(artifact: Checkpoint) -> bytes | None:
     ours = config.pop(QUANTIZATION, {})
     if "source" in ours:
         config[QUANTIZATION] = ours["source"]
-    text = artifact.metadata.get("source_config", "")
-    if not text or json.loads(text) != config:
-        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    return text.encode()
+    text = artifact.metadata.get("source_config", "{}")
+    try:
+        edited = json.loads(text) != config
+    except ValueError as error:
+        raise CorruptError("source_config in its metadata is damaged", file=artifact.path, found=error) from None
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n" if edited else text).encode()

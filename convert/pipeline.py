@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..formats import artifact, sources
 from ..formats.canonical import recode, widened
-from ..formats.container import Checkpoint, Entry, open_checkpoint
+from ..formats.container import CONFIG, Checkpoint, Entry, open_checkpoint
 from ..formats.errors import UnsupportedError, UsageError
 from ..formats.options import Options
 from ..kernels import layouts
@@ -93,10 +93,13 @@ def convert(
     result = Result(plan, dst, tuple(files), written=not dry_run)
     if dry_run:
         return result
-    check_space(dst, plan.nbytes)
+    check_space(dst, plan.nbytes + sum(file.stat().st_size for file in checkpoint.side_files))
     with staged(dst) as product, closing(Progress(plan.nbytes, "converting", quiet)) as progress:
+        owner = {t.name: m for m in plan.converted for t in m.tensors}
         shards = [
-            _shard(plan, file, [plan.pieces[i] for i in pieces], first=pieces.start == 0, advance=progress.advance)
+            _shard(
+                plan, owner, file, [plan.pieces[i] for i in pieces], first=pieces.start == 0, advance=progress.advance
+            )
             for file, pieces in zip(files, cut, strict=True)
         ]
         out.write(shards, lambda file: product if is_file(dst) else product / file, workers)
@@ -104,7 +107,7 @@ def convert(
             if len(shards) > 1:
                 out.write_index(shards, product, plan.nbytes)
             if checkpoint.config:
-                out.write_json(product / origin.CONFIG, artifact.config(checkpoint.config, to))
+                out.write_json(product / CONFIG, artifact.config(checkpoint.config, to))
             out.copy_side_files(checkpoint.side_files, product)
     return result
 
@@ -123,21 +126,26 @@ def _check_converted(plan: Plan, strict: bool) -> None:
 
 
 def _shard(
-    plan: Plan, file: str, pieces: Iterable[Sequence[out.Stored]], *, first: bool, advance: Callable[[int], None]
+    plan: Plan,
+    owner: Mapping[str, Module],
+    file: str,
+    pieces: Iterable[Sequence[out.Stored]],
+    *,
+    first: bool,
+    advance: Callable[[int], None],
 ) -> out.Shard:
-    owner = {t.name: m for m in plan.converted for t in m.tensors}
-    packed = {m.name: out.Batch(partial(_pack, plan.checkpoint, m, plan.layout)) for m in plan.converted}
     entries: list[Entry] = []
-    modules: dict[str, Any] = {}
+    batches: dict[str, out.Batch] = {}
     for tensor in (t for piece in pieces for t in piece):
         module = owner.get(tensor.name)
         if module is None:
             data = out.copied(plan.checkpoint.tensors[tensor.name])
         else:
-            modules[module.name] = module.spec
-            data = packed[module.name].tensor(tensor)
+            batch = batches.setdefault(module.name, out.Batch(partial(_pack, plan.checkpoint, module, plan.layout)))
+            data = batch.tensor(tensor)
         entries.append(Entry(tensor.name, tensor.dtype, tensor.shape, out.counted(data, advance)))
-    metadata = artifact.metadata(plan.checkpoint, modules, first=first) | (origin.metadata(plan) if first else {})
+    specs = {m.name: m.spec for m in plan.converted if m.name in batches and m.spec is not None}
+    metadata = artifact.metadata(plan.checkpoint, specs, first=first) | (origin.metadata(plan) if first else {})
     return out.Shard(file, tuple(entries), metadata)
 
 

@@ -30,7 +30,7 @@ class Module:
     """Names of the input tensors it consumes."""
     outline: Outline
     """As read; ``--widen`` is not applied to it."""
-    spec: Mapping[str, Any] | None
+    spec: dict[str, Any] | None
     """As it stands in the artifact, ``source`` and ``residue`` included; None when the layout refused."""
     refusal: str | None
     tensors: tuple[Stored, ...]

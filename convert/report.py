@@ -22,7 +22,7 @@ def table(head: Sequence[str], rows: Iterable[Cells]) -> list[str]:
     lines = [[printable(cell) for cell in row] for row in (head, *(list(r) for r in rows))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     right = [
-        len(lines) > 1 and all(line[i].replace(".", "").isdigit() or not line[i] for line in lines[1:])
+        len(lines) > 1 and all(line[i].lstrip("-").isdigit() or not line[i] for line in lines[1:])
         for i in range(len(head))
     ]
     return [
@@ -44,10 +44,10 @@ def size(nbytes: float) -> str:
 
 def noted(notes: Iterable[tuple[str, str]]) -> list[str]:
     """One line for each different text, with the modules it is true of."""
-    modules: dict[str, list[str]] = defaultdict(list)
+    modules: dict[str, dict[str, None]] = defaultdict(dict)
     for module, text in notes:
-        modules[text] += [module] if module and module not in modules[text] else []
-    return [printable(f"note: {text}{_some(names)}") for text, names in modules.items()]
+        modules[text].update({module: None} if module else {})
+    return [printable(f"note: {text}{_some(list(names))}") for text, names in modules.items()]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -72,6 +72,11 @@ def data(result: object) -> dict[str, Any]:
     raise TypeError(type(result))
 
 
+def _element(m: Module) -> str:
+    name = m.outline.element.name
+    return name if m.spec is None or m.spec["element"] == name else f"{name} as {m.spec['element']}"
+
+
 def _refusals(refused: Iterable[Module]) -> list[str]:
     reasons: dict[str, list[str]] = defaultdict(list)
     for module in refused:
@@ -92,7 +97,7 @@ def _(result: Result) -> str:
                 m.name,
                 m.source,
                 plan.layout if m.spec is not None else "as it is",
-                m.outline.element.name,
+                _element(m),
                 _shape(m.outline.n, m.outline.k, m.outline.experts),
                 m.outline.group,
                 size(sum(plan.checkpoint.tensors[t].nbytes for t in m.members)),

@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formats.container import Entry, Tensor, dtype_name, write_safetensors
+from ..formats.container import INDEX, WEIGHTS, Entry, Tensor, dtype_name, write_safetensors
 from ..formats.errors import UsageError
 from .staging import sync
 
 Array = NDArray[Any]
 Source = Callable[[], Iterable[Array]]
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -106,8 +104,8 @@ def assign(sizes: Sequence[int], limit: int) -> list[range]:
 def names(count: int) -> list[str]:
     """File names of a product of ``count`` shards."""
     if count == 1:
-        return [SINGLE]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        return [f"model{WEIGHTS}"]
+    return [f"model-{i:05d}-of-{count:05d}{WEIGHTS}" for i in range(1, count + 1)]
 
 
 def write(shards: Sequence[Shard], where: Callable[[str], Path], workers: int) -> None:
@@ -133,7 +131,9 @@ def write(shards: Sequence[Shard], where: Callable[[str], Path], workers: int) -
 def write_index(shards: Sequence[Shard], directory: Path, total: int) -> None:
     """``model.safetensors.index.json`` of a directory of several shards; ``total`` in bytes of tensors."""
     weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
-    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(
+        directory / f"model{INDEX}", {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    )
 
 
 def write_json(path: Path, content: object) -> None:

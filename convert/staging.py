@@ -16,20 +16,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..formats.container import WEIGHTS
 from ..formats.errors import UsageError, WarptileError
-
-FILE_SUFFIX = ".safetensors"
 
 
 def is_file(dst: Path) -> bool:
     """Whether a destination's name asks for one file (else: a directory)."""
-    return dst.suffix == FILE_SUFFIX
+    return dst.suffix == WEIGHTS
 
 
 def default_destination(src: Path, ending: str) -> Path:
     """``<stem>-<ending>`` beside the source and of its kind."""
     src = Path(os.path.abspath(src))
-    return src.with_name(f"{src.name}-{ending}") if src.is_dir() else src.with_name(f"{src.stem}-{ending}{FILE_SUFFIX}")
+    return src.with_name(f"{src.name}-{ending}") if src.is_dir() else src.with_name(f"{src.stem}-{ending}{WEIGHTS}")
 
 
 def check_paths(src: Path, dst: Path, *, overwrite: bool) -> None:
@@ -56,7 +55,7 @@ def check_paths(src: Path, dst: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise WarptileError("already exists", file=dst, do="name another destination, or give --overwrite")
-    if dst.is_dir() and any(dst.iterdir()) and not any(dst.glob(f"*{FILE_SUFFIX}")):
+    if dst.is_dir() and any(dst.iterdir()) and not any(dst.glob(f"*{WEIGHTS}")):
         raise WarptileError(
             "a directory without any .safetensors is not a checkpoint, so it is not replaced",
             file=dst,

@@ -11,9 +11,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ..formats import sources
 from ..formats.artifact import Artifact, open_artifact
-from ..formats.container import Entry, nbytes
+from ..formats.container import CONFIG, Entry, nbytes
 from ..kernels import layouts
 from . import origin
 from . import shards as out
@@ -47,13 +46,18 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
     path, dst = Path(path), Path(dst)
     check_paths(path, dst, overwrite=overwrite)
     artifact = open_artifact(path, layouts())
-    files = origin.files(artifact.checkpoint)
+    files = origin.files(artifact)
     if is_file(dst):
         whole = tuple(t for file in files.values() for t in file.tensors)
         files = {dst.name: origin.File(artifact.source_metadata, whole)}
     total = sum(_stored(artifact, t).nbytes for file in files.values() for t in file.tensors)
     check_space(dst, total)
-    batches = {name: out.Batch(partial(_restore, artifact, name)) for name in artifact.modules}
+    promised: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in artifact.modules}
+    for tensor in (t for file in files.values() for t in file.tensors):
+        if tensor.module is not None:
+            stored = _stored(artifact, tensor)
+            promised[tensor.module][stored.name] = stored.dtype, stored.shape
+    batches = {name: out.Batch(partial(origin.restored, artifact, name, promised[name])) for name in promised}
     with staged(dst) as product, closing(Progress(total, "unpacking", quiet)) as progress:
         shards = [_shard(artifact, name, file, batches, progress.advance) for name, file in files.items()]
         out.write(shards, lambda file: product if is_file(dst) else product / file, workers=1)
@@ -62,15 +66,9 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
                 out.write_index(shards, product, total)
             config = origin.restored_config(artifact.checkpoint)
             if config is not None:
-                out.write_bytes(product / origin.CONFIG, config)
+                out.write_bytes(product / CONFIG, config)
             out.copy_side_files(artifact.checkpoint.side_files, product)
     return Unpacked(dst, tuple(files), len(artifact.modules), len(artifact.passthrough), total)
-
-
-def _restore(artifact: Artifact, name: str) -> dict[str, Array]:
-    q = artifact.quant(name)
-    written: dict[str, Array] = sources()[q.source["format"]].write(name, q)
-    return written
 
 
 def _stored(artifact: Artifact, tensor: origin.Origin) -> out.Stored:

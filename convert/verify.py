@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formats import sources
 from ..formats.artifact import Artifact, open_artifact
 from ..formats.canonical import QuantTensor
 from ..formats.container import Checkpoint, open_checkpoint
@@ -55,14 +55,20 @@ def verify(path: str | Path, against: str | Path | None = None, *, quiet: bool =
                 progress.advance(sum(t.nbytes for t in artifact.tensors(name).values()))
             return Verified(Path(path), None, len(artifact.modules), 0)
         source = open_checkpoint(Path(against), Options(**(origin.options(artifact.checkpoint) | options)))
+        readers = {name: origin.reader(artifact, name) for name in artifact.modules}
+        claimed = {reader: reader.modules(source) for reader in dict.fromkeys(readers.values())}
         consumed: set[str] = set()
-        for name, spec in artifact.modules.items():
-            consumed.update(_compare_module(artifact, source, name, spec["source"]["format"]))
+        for name, reader in readers.items():
+            if name not in claimed[reader]:
+                raise VerifyError("the source has no such module", file=source.path, tensor=name)
+            _compare_module(artifact, source, name, reader)
+            consumed.update(claimed[reader][name])
             progress.advance(sum(t.nbytes for t in artifact.tensors(name).values()))
         for name in artifact.passthrough:
             _compare_tensor(artifact.checkpoint, source, name)
             progress.advance(artifact.checkpoint.tensors[name].nbytes)
-        missing = [name for name in source.tensors if name not in consumed and name not in artifact.passthrough]
+        kept = consumed | set(artifact.passthrough)
+        missing = [name for name in source.tensors if name not in kept]
         if missing:
             raise VerifyError("the artifact lost a tensor", file=path, tensor=missing[0], need=f"as in {against}")
         return Verified(Path(path), Path(against), len(artifact.modules), len(artifact.passthrough))
@@ -81,19 +87,13 @@ def _repack(artifact: Artifact, name: str) -> None:
         _same(f"{name}.{suffix}", artifact.checkpoint.path, stored[suffix], need)
 
 
-def _compare_module(artifact: Artifact, source: Checkpoint, name: str, reader: str) -> tuple[str, ...]:
-    """The source's tensors that make up the module, if both are equal."""
-    module = sources()[reader]
-    members: Mapping[str, tuple[str, ...]] = module.modules(source)
-    if name not in members:
-        raise VerifyError(f"the source has no such {reader} module", file=source.path, tensor=name)
-    found, need = dict(_parts(artifact.quant(name))), dict(_parts(module.read(source, name)))
+def _compare_module(artifact: Artifact, source: Checkpoint, name: str, reader: ModuleType) -> None:
+    found, need = dict(_parts(artifact.quant(name))), dict(_parts(reader.read(source, name)))
     for part in (*need, *(p for p in found if p not in need)):
         where = f"{name} {part}"
         if part not in found or part not in need:
             raise VerifyError("only one of the two has it", file=artifact.checkpoint.path, tensor=where)
         _same(where, artifact.checkpoint.path, found[part], need[part])
-    return members[name]
 
 
 def _parts(q: QuantTensor) -> Iterator[tuple[str, Any]]:

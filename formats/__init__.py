@@ -16,5 +16,9 @@ def listing(package: str, path: list[str], needs: tuple[str, ...]) -> dict[str, 
 
 @cache
 def sources() -> dict[str, ModuleType]:
-    """Every source format: ``{"gptq": module, ...}``."""
+    """Every source format: ``{"gptq": module, ...}``.
+
+    A source may also have ``OPTIONS``, the fields of ``Options`` it understands, and ``orphans(checkpoint)``: {tensor:
+    what is missing} of tensors that only make sense inside a module of the format and are in none.
+    """
     return listing(__name__, list(__path__), ("modules", "describe", "read", "write"))

@@ -213,3 +213,42 @@ def test_an_artifact_whose_padding_was_written_to_is_told_by_verify_alone(capsys
     dst.write_bytes(raw)
     code, line = refused(capsys, src.parent, "verify", dst)
     assert (code, "m.scales" in line) == (5, True)
+
+
+def rewritten(path: Path, key: str, edit: Callable[[str], str]) -> None:
+    """Change one text of a file's metadata."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    header["__metadata__"][key] = edit(header["__metadata__"][key])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new", "need"),
+    [
+        ("source_files", "{", "[", 4),
+        ("source_files", '"model.safetensors"', '"../model.safetensors"', 4),
+        ("source_files", '["model.norm.weight"]', '["model.norm.weight"],["model.norm.weight"]', 4),
+        ("source_files", '["model.norm.weight"],', "", 4),
+        ("source_files", '["model.norm.weight"]', '["model.nothing.weight"]', 4),
+        ("source_files", f'"I32",[8,128],"{K_PROJ}"', f'"I32",[128,8],"{K_PROJ}"', 4),
+        ("source_files", f'"{K_PROJ}"]', '"elsewhere"]', 4),
+        ("warptile", '"format":"gptq"', '"format":"unheard"', 3),
+        ("warptile", '"dtypes"', '"types"', 4),
+    ],
+)
+def test_an_artifact_that_lies_about_its_source_is_not_unpacked(capsys, make_file, key, old, new, need):
+    src = make_file()
+    dst = src.with_name("out.safetensors")
+    assert main(["gptq-to-marlin", str(src), str(dst)]) == 0
+    capsys.readouterr()
+
+    def edit(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    rewritten(dst, key, edit)
+    code, line = refused(capsys, src.parent, "unpack", dst, src.with_name("back"))
+    assert code == need, line
