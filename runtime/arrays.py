@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 ACTIVATIONS: dict[str, np.dtype[Any]] = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-_SHORT = {"float16": "f16", "bfloat16": "bf16"}
+_NAMES = {dtype: name for name, dtype in ACTIVATIONS.items()}
+_TORCH = {"torch.float16": "f16", "torch.bfloat16": "bf16"}
 ITEM = 2
 """Bytes of one activation."""
 
@@ -41,12 +42,16 @@ class Operand:
 
     @property
     def rows(self) -> int:
-        return prod(self.shape[:-1])
+        return self.shape[0] if len(self.shape) == 2 else prod(self.shape[:-1])
 
     @property
     def row_stride(self) -> int | None:
         """Elements between rows when the operand is one matrix of contiguous rows, else None."""
+        if len(self.shape) == 2 and self.strides[1] == 1 and 0 < self.shape[1] <= self.strides[0]:
+            return self.strides[0]
         *lead, width = self.shape
+        if 0 in self.shape:
+            return width
         if width > 1 and self.strides[-1] != 1:
             return None
         stride, extent = None, 1
@@ -70,17 +75,22 @@ class Operand:
         """First byte and the byte after the last that any element occupies."""
         if 0 in self.shape:
             return self.pointer, self.pointer
-        reach = [(size - 1) * step for size, step in zip(self.shape, self.strides, strict=True)]
-        low = sum(step for step in reach if step < 0)
-        high = sum(step for step in reach if step > 0)
+        low = high = 0
+        for size, step in zip(self.shape, self.strides, strict=True):
+            low, high = low + min((size - 1) * step, 0), high + max((size - 1) * step, 0)
         return self.pointer + low * ITEM, self.pointer + (high + 1) * ITEM
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    return _NAMES.get(dtype) or (dtype.name if dtype.isnative else dtype.str)
 
 
 def _steps(x: Any) -> tuple[int, ...]:
     """Strides in elements. Raises ValueError for a view whose elements do not lie on a grid of whole elements."""
-    if any(size > 1 and step % x.itemsize for size, step in zip(x.shape, x.strides, strict=True)):
-        raise ValueError(f"strides of {list(x.strides)} bytes are not whole {x.dtype} elements; pass a contiguous copy")
-    return tuple(step // x.itemsize for step in x.strides)
+    item, strides = x.itemsize, x.strides
+    if any(step % item for step in strides) and any(n > 1 and s % item for n, s in zip(x.shape, strides, strict=True)):
+        raise ValueError(f"strides of {list(strides)} bytes are not whole {x.dtype} elements; pass a contiguous copy")
+    return tuple([step // item for step in strides])
 
 
 class Kind(Protocol):
@@ -121,8 +131,7 @@ class NumpyKind(_Native):
     name = "numpy"
 
     def operand(self, x: Any) -> Operand:
-        dtype = x.dtype.name if x.dtype.isnative else x.dtype.str
-        return Operand(x.ctypes.data, x.shape, _steps(x), _SHORT.get(dtype, dtype), None, x, x.flags.writeable)
+        return Operand(x.ctypes.data, x.shape, _steps(x), _name(x.dtype), None, x, x.flags.writeable)
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
         return np.empty(shape, ACTIVATIONS[dtype])
@@ -135,7 +144,7 @@ class CupyKind(_Native):
     name = "cupy"
 
     def operand(self, x: Any) -> Operand:
-        return Operand(x.data.ptr, x.shape, _steps(x), _SHORT.get(x.dtype.name, x.dtype.name), x.data.device_id, x)
+        return Operand(x.data.ptr, x.shape, _steps(x), _name(x.dtype), x.data.device_id, x)
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
         import cupy
@@ -162,9 +171,9 @@ class TorchKind(_Native):
             raise TypeError(f"x has layout {x.layout}; need a strided tensor")
         if x.device.type not in ("cpu", "cuda"):
             raise TypeError(f"x is on {x.device}; need a cuda or cpu tensor")
-        dtype = str(x.dtype).removeprefix("torch.")
+        dtype = str(x.dtype)
         device = x.device.index if x.device.type == "cuda" else None
-        return Operand(x.data_ptr(), tuple(x.shape), x.stride(), _SHORT.get(dtype, dtype), device, x)
+        return Operand(x.data_ptr(), tuple(x.shape), x.stride(), _TORCH.get(dtype, dtype), device, x)
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
         import torch
