@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,10 @@ from .tensor import DTYPES, Tensor, nbytes
 MAX_HEADER = 100_000_000
 MAX_TENSORS = 500_000
 MAX_DIMS = 64  # numpy's
+MAX_ROW = 4096  # bytes of one tensor's description without its name: 64 dimensions of 19 digits, and padding
+MAX_ESCAPE = 12  # bytes of one escaped character, a surrogate pair
+MAX_EXPLAINED = 16 << 20
+LONG_LIST = re.compile(rb"\[[\d,\s]{65536}")  # the package's parser takes 40 bytes of memory for each number
 METADATA = "__metadata__"
 KEYS = {"dtype", "shape", "data_offsets"}
 
@@ -55,11 +60,9 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     path = Path(path)
     text, size = _header(path)
-    refusal = _refusal(path)
+    refusal = _gate(path, text)
     header = strict_json.parse(text, path, "the header")
     metadata = _metadata(header.pop(METADATA, {}), path)
-    if len(header) > MAX_TENSORS:
-        raise UnsupportedError("too many tensors for one file", file=path, found=len(header), need=f"<= {MAX_TENSORS}")
     start = 8 + len(text)
     tensors = [_tensor(name, entry, path, start) for name, entry in header.items()]
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
@@ -83,7 +86,7 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             do="download or copy it again",
         )
     if refusal is not None:
-        raise CorruptError("the safetensors package refuses it", file=path, found=shown(refusal, 200))
+        raise refusal
     return {t.name: t for t in tensors}, metadata
 
 
@@ -122,12 +125,30 @@ def _check_length(path: Path, size: int, head: bytes, length: int) -> None:
         raise CorruptError("the header is not a JSON object", file=path, found=repr(head[8:16]), need="{ at byte 8")
 
 
-def _refusal(path: Path) -> str | None:
+def _gate(path: Path, text: bytes) -> CorruptError | None:
+    """Ask the package's parser, and refuse a header that would keep ours busy for longer than its tensors are worth.
+
+    Returns what the package refuses, for ours to say in better words; of a long header it is raised at once.
+    """
+    if LONG_LIST.search(text):
+        raise CorruptError("a list in the header is absurdly long", file=path, need=f"shapes of <= {MAX_DIMS} sizes")
     try:
-        with safe_open(path, framework="np"):
-            return None
+        with safe_open(path, framework="np") as file:
+            names, metadata = list(file.keys()), file.metadata() or {}
     except (SafetensorError, OSError, ValueError) as e:
-        return str(e)
+        refusal = CorruptError("the safetensors package refuses it", file=path, found=shown(e, 200))
+        if len(text) > MAX_EXPLAINED:
+            raise refusal from None
+        return refusal
+    if len(names) > MAX_TENSORS:
+        raise UnsupportedError("too many tensors for one file", file=path, found=len(names), need=f"<= {MAX_TENSORS}")
+    strings = sum(map(len, names)) + sum(len(key) + len(text) for key, text in metadata.items())
+    most = MAX_ESCAPE * strings + MAX_ROW * (len(names) + len(metadata) + 1)
+    if len(text) > most:
+        raise CorruptError(
+            "the header is longer than what it says", file=path, found=len(text), need=f"<= {most} bytes"
+        )
+    return None
 
 
 def _metadata(value: object, path: Path) -> dict[str, str]:
@@ -169,11 +190,11 @@ def _tensor(name: str, entry: object, path: Path, start: int) -> Tensor:
         raise UnsupportedError(
             "too many dimensions", file=path, tensor=shown(name, 200), found=len(shape), need=f"<= {MAX_DIMS}"
         )
-    bits = DTYPES[dtype][1]
-    if prod(d for d in shape if d) * bits >= 2**63:
+    bits = prod(shape) * DTYPES[dtype][1]
+    if bits >= 2**63 or (not bits and prod(d for d in shape if d) >= 2**56):
         raise corrupt("the shape overflows", shape, "fewer than 2^63 bits")
-    if prod(shape) * bits % 8 or prod(shape) * bits // 8 != offsets[1] - offsets[0]:
-        need = f"{prod(shape) * bits / 8:g} for {dtype} {shown(shape)}"
+    if bits != 8 * (offsets[1] - offsets[0]):
+        need = f"{bits / 8:g} for {dtype} {shown(shape)}"
         raise corrupt("size and shape disagree", f"{offsets[1] - offsets[0]} bytes", need)
     return Tensor(name, dtype, tuple(shape), path, start + offsets[0], offsets[1] - offsets[0])
 

@@ -153,6 +153,23 @@ def test_pipes_devices_and_sparse_giants_are_answered_at_once(tmp_path):
     assert time.monotonic() - start < 2
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a": {"dtype": "U8", "data_offsets": [0, 1], "shape": [' + "1," * 10**7 + "1]}}",
+        json.dumps({"a": row()}) + " " * 10**7,
+        "{" + '"": 1,' * 4 * 10**6 + '"a": 1}',
+    ],
+    ids=["ten million dimensions", "ten million spaces", "four million keys"],
+)
+def test_a_long_header_that_says_little_is_answered_quickly(tmp_path, header):
+    path = raw(tmp_path / "a.safetensors", header, bytes(1 if "shape" in header and "1,1" in header else 4))
+    start = time.process_time()
+    with pytest.raises(CorruptError):
+        open_checkpoint(path)
+    assert time.process_time() - start < 2
+
+
 def test_a_source_that_is_missing_or_a_pickle(tmp_path):
     with pytest.raises(WarptileError) as e:
         open_checkpoint(tmp_path / "none.safetensors")
