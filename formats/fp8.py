@@ -59,7 +59,12 @@ class Names:
 
 
 NAMES = (
-    Names(".weight", (".weight_scale_inv", ".weight_scale", ".scale"), ".bias", (".input_scale", ".activation_scale")),
+    Names(
+        ".weight",
+        (".weight_scale_inv", ".weight_scale", ".scale"),
+        ".bias",
+        (".input_scale", ".activation_scale", ".weight_zero_point"),
+    ),
     Names("", ("_scale_inv",), "_bias", ("_activation_scale",)),
 )
 
@@ -128,7 +133,8 @@ def orphans(checkpoint: Checkpoint) -> dict[str, str]:
     return {
         tensor.name: f"its scale ({', '.join(s[1:] for s in NAMES[0].scales)})"
         for tensor in checkpoint.tensors.values()
-        if tensor.dtype in (E4M3, *OTHERS) and tensor.name not in whole and "scale" not in tensor.name
+        if tensor.dtype in (E4M3, *OTHERS) and tensor.name not in whole
+        if tensor.name.endswith(".weight") or (len(tensor.shape) == 3 and "scale" not in tensor.name)
     }
 
 
@@ -239,6 +245,9 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
     divide = fp8_scales.divides(scale, values, checkpoint)
     bias = tensors.get(module + names.bias)
     checks.bias(bias, weight, lead, n)
+    zero = tensors.get(f"{module}.weight_zero_point")
+    if zero is not None:
+        checks.refuse_any(zero, zero.array().astype(np.float64) != 0, "zero points beside FP8 codes", "all of them 0")
     block, shards = fp8_scales.block(checkpoint, module, weight, scale)
     return Parts(
         weight=weight,

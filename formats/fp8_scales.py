@@ -61,7 +61,8 @@ def block(checkpoint: Checkpoint, module: str, weight: Tensor, scale: Tensor) ->
     """
     *lead, n, k = weight.shape
     shape = scale.shape[len(lead) :]
-    blocks, only_blocks = _declared(checkpoint, weight)
+    declared, only_blocks = _declared(checkpoint, weight)
+    blocks = declared or [DEFAULT_BLOCK]
     readings: list[Reading] = []
     if list(scale.shape[: len(lead)]) == lead:
         readings += [(b, ()) for b in blocks if _is_grid(shape, grid_shape(n, k, b))]
@@ -84,6 +85,8 @@ def block(checkpoint: Checkpoint, module: str, weight: Tensor, scale: Tensor) ->
             found=list(scale.shape),
             need="weight_block_size in config.json",
         )
+    if readings[0] == (DEFAULT_BLOCK, ()) and not declared:
+        checkpoint.note("", "blocks of 128 x 128 are assumed for FP8 scales: no label names their size")
     return readings[0]
 
 
@@ -95,7 +98,7 @@ def _is_grid(shape: tuple[int, ...], grid: tuple[int, int]) -> bool:
 
 
 def _declared(checkpoint: Checkpoint, weight: Tensor) -> tuple[list[tuple[int, int]], bool]:
-    """Block shapes that the label names, 128 x 128 when it names none; and whether it allows nothing else."""
+    """Block shapes that the label names, and whether it allows nothing else."""
     label = checkpoint.quantization
     sizes: list[Any] = [label.get("weight_block_size")]
     for group in (label.get("config_groups") or {}).values():
@@ -110,4 +113,4 @@ def _declared(checkpoint: Checkpoint, weight: Tensor) -> tuple[list[tuple[int, i
         blocks = [(0, 0)]
     if any(min(b) < 1 for b in blocks):
         raise CorruptError("a block size is no pair of positive numbers", file=weight.file, found=sizes)
-    return list(dict.fromkeys(blocks)) or [DEFAULT_BLOCK], sizes[0] is not None
+    return list(dict.fromkeys(blocks)), sizes[0] is not None

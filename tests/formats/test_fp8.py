@@ -19,6 +19,7 @@ E4M3, BF16, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, ml_dtypes.float8
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 INVERSE = {**BLOCKS, "weight_scale_semantics": "inverse"}
 N, K = 200, 300
+W, S = "a.weight", "a.weight_scale_inv"
 
 
 def weight(*shape: int, seed: int = 0) -> np.ndarray:
@@ -60,6 +61,10 @@ SCALES = {
         (1, 112),
     ),
     "row [N, 1]": (".weight_scale", factors(N, 1, dtype=BF16), {}, (1, K)),
+    "row under an int label": (
+        ".weight_scale", factors(N, 1, dtype=BF16),
+        {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}}, (1, K),
+    ),
     "row [N]": (".weight_scale", factors(N), {}, (1, K)),
     "tensor []": (".weight_scale", factors(), {}, (N, K)),
     "tensor [1]": (".weight_scale", factors(1, dtype=BF16), {}, (N, K)),
@@ -182,6 +187,22 @@ def test_a_weight_without_scale_is_an_orphan(tmp_path: Path) -> None:
     assert fp8.orphans(given) == dict.fromkeys(("a.weight", "b"), "its scale (weight_scale_inv, weight_scale, scale)")
 
 
+def test_zero_points_that_are_zero_are_kept(tmp_path: Path) -> None:
+    zero = np.zeros((N, 1), E4M3)
+    given = checkpoint(tmp_path, {W: weight(N, K), "a.weight_scale": factors(N, 1), "a.weight_zero_point": zero})
+    assert check_source(fp8, given, "a").residue["weight_zero_point"].shape == (N, 1)
+    assert fp8.orphans(given) == {}
+
+
+@pytest.mark.parametrize(("label", "notes"), [({}, 1), (BLOCKS, 0)])
+def test_an_assumed_block_size_is_said_once(label: dict[str, object], notes: int, tmp_path: Path) -> None:
+    arrays = {f"{m}.{part}": a for m in "ab" for part, a in (("weight", weight(N, K)), ("weight_scale", factors(2, 3)))}
+    given = checkpoint(tmp_path, arrays, label)
+    for module in fp8.modules(given):
+        fp8.describe(given, module)
+    assert [module for module, text in given.notes if "128 x 128 are assumed" in text] == [""] * notes
+
+
 def with_nan() -> np.ndarray:
     codes = weight(N, K).view(np.uint8).copy()
     codes[3, 17], codes[150, 2], codes[150, 3] = 0x7F, 0xFF, 0x7F
@@ -189,8 +210,7 @@ def with_nan() -> np.ndarray:
 
 
 def test_nan_codes_are_read_as_zero_when_asked_and_given_back(tmp_path: Path) -> None:
-    arrays = {"a.weight": with_nan(), "a.weight_scale": factors(2, 3)}
-    given = checkpoint(tmp_path, arrays, {}, Options(nan="zero"))
+    given = checkpoint(tmp_path, {W: with_nan(), S: factors(2, 3)}, BLOCKS, Options(nan="zero"))
     q = check_source(fp8, given, "a")
     assert given.notes == [("a", "3 NaN codes are read as zero")]
     dense = dequantize(q)
@@ -204,7 +224,6 @@ def nth(values: np.ndarray, at: tuple[int, ...], value: float) -> np.ndarray:
     return out
 
 
-W, S = "a.weight", "a.weight_scale_inv"
 BAD = {
     "NaN code": ({W: with_nan(), S: factors(2, 3)}, BLOCKS, CorruptError,
                  r"a\.weight: codes 0x7F or 0xFF are NaN; found 3 of 60000, the first at \[3, 17\].*--nan zero"),
@@ -243,6 +262,8 @@ BAD = {
              r"a\.bias: shapes disagree; found \[201\]; need \[200\]"),
     "block size": ({W: weight(N, K), S: factors(2, 3)}, {"weight_block_size": [128]}, CorruptError,
                    r"a block size is no pair of positive numbers; found \[\[128\]\]"),
+    "zero points": ({W: weight(N, K), S: factors(2, 3), "a.weight_zero_point": np.ones(1, E4M3)}, BLOCKS, CorruptError,
+                    r"zero points beside FP8 codes; found 1 of 1"),
     "no matrix": ({W: weight(N), S: factors()}, {}, CorruptError, r"an FP8 weight is a matrix; found \[200\]"),
     "experts apart, their scales together": (
         {"a.mlp.experts.0.up_proj.weight": weight(128, 128), "a.mlp.experts.gate_up_proj_scale_inv": factors(1, 2, 1)},
