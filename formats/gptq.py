@@ -233,9 +233,9 @@ def _plain(members: dict[str, Tensor], label: Label, say: Say) -> _Linear:
     bits = code_bits(shapes, label, say, *where)
     k = rows * 32 // bits
 
-    # An all-zero g_idx of several groups was never filled in: it says k // group, as no g_idx does.
+    # An all-zero g_idx was never filled in: it says k // group, as no g_idx does.
     g_idx = None if g_tensor is None else g_tensor.array()
-    unset = g_idx is not None and groups > 1 and not g_idx.any()
+    unset = g_idx is not None and not g_idx.any()
     measured, perm = None, None
     if g_tensor is not None and g_idx is not None and not unset:
         measured = measured_group(g_idx, groups, where[0], g_tensor.name)

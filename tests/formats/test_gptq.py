@@ -237,6 +237,9 @@ def test_lone_marlin_checkpoint(tmp_path: Path) -> None:
 def test_old_marlin_label(tmp_path: Path) -> None:
     case = gptq_marlin_case(128)
     check(open_checkpoint(case.save(tmp_path, checkpoint_format=None, is_marlin_format=True)), case)
+    drop(case, "B")
+    checkpoint = open_checkpoint(case.save(tmp_path, checkpoint_format=None, is_marlin_format=True))
+    assert gptq.modules(checkpoint) == {"layer": ("layer.s",)}
 
 
 # --- zero points ---
@@ -261,6 +264,12 @@ def test_zero_wraps(bits: int, wrap: str, tmp_path: Path) -> None:
     case = gptq_case(bits=bits, sym=False, n=32, k=64, zeros=zeros, wrap=wrap)
     q = check(open_checkpoint(case.save(tmp_path), Options(zero_wrap=wrap)), case)
     assert q.outline().zero_max == max(zeros)
+
+
+@pytest.mark.parametrize(("bits", "n"), [(3, 9), (4, 12), (8, 3)])
+def test_word_wrap_follows_the_writer_into_unused_lanes(bits: int, n: int, tmp_path: Path) -> None:
+    case = gptq_case(bits=bits, sym=False, n=n, k=64, zeros=[0, 1, 2] * (n // 3), wrap="word")
+    assert not check(open_checkpoint(case.save(tmp_path), Options(zero_wrap="word")), case).residue
 
 
 @pytest.mark.parametrize("wrap", ["lane", "word", "none"])
@@ -439,6 +448,13 @@ def test_quantised_module_under_a_negative_rule_is_read_and_said(tmp_path: Path)
     assert "'-:lay' says not quantised" in notes(checkpoint)
 
 
+def test_unquantised_by_extra_config_is_said(tmp_path: Path) -> None:
+    case = gptq_case()
+    checkpoint = open_checkpoint(case.save(tmp_path, extra_config={"layer": {"bits": 16, "data_type": "float"}}))
+    check(checkpoint, case)
+    assert "'layer' says not quantised" in notes(checkpoint)
+
+
 @pytest.mark.parametrize("key", ["layer", "^lay.r$", "ye"])
 def test_extra_config_of_auto_round(key: str, tmp_path: Path) -> None:
     case = gptq_case(bits=8, n=32, k=64)
@@ -517,6 +533,19 @@ def test_lone_file_takes_the_switches(tmp_path: Path) -> None:
     check(open_checkpoint(case.save_lone(tmp_path), options), case)
 
 
+def test_lone_zeros_that_fill_their_words_tell_the_bits(tmp_path: Path) -> None:
+    """16 columns of 4 bits fill two words; 3 bits would need two as well and leave half of one unused."""
+    case = gptq_case(n=16, k=96, g_idx="absent")
+    check(open_checkpoint(case.save_lone(tmp_path)), case)
+
+
+def test_lone_group_switch_tells_the_bits(tmp_path: Path) -> None:
+    case = gptq_case(qzeros=False, g_idx="absent")
+    checkpoint = open_checkpoint(case.save_lone(tmp_path), Options(group_size=32))
+    check(checkpoint, case)
+    assert "assumed 4-bit codes" in notes(checkpoint)
+
+
 def test_lone_short_last_group_of_a_usual_size(tmp_path: Path) -> None:
     case = gptq_case(group=128, k=704, n=8, g_idx="absent")
     checkpoint = open_checkpoint(case.save_lone(tmp_path), Options(bits=4))
@@ -549,8 +578,9 @@ def test_ambiguous_lone_files_name_the_switch(case: Case, words: str, tmp_path: 
 # --- bad input ---
 
 
-def drop(case: Case, suffix: str) -> None:
-    del case.tensors[f"layer.{suffix}"]
+def drop(case: Case, *suffixes: str) -> None:
+    for suffix in suffixes:
+        del case.tensors[f"layer.{suffix}"]
 
 
 def put_g_idx(case: Case, values: dict[int, int]) -> None:
@@ -579,7 +609,7 @@ DECIDE = Options()
 class Bad:
     error: type[WarptileError]
     words: str
-    spoil: Callable[[Case], None] = lambda case: None
+    spoil: Callable[[Case], object] = lambda case: None
     label: dict[str, Any] = field(default_factory=dict)
     options: Options = DECIDE
     case: dict[str, Any] = field(default_factory=dict)
@@ -590,6 +620,9 @@ BAD = {
     "g_idx negative": Bad(CorruptError, r"g_idx: .*-1 at \[5\]; need 0 to 3", spoil=lambda c: put_g_idx(c, {5: -1})),
     "unequal groups": Bad(UnsupportedError, "unequal numbers", spoil=lambda c: put_g_idx(c, {0: 1})),
     "no qweight": Bad(CorruptError, r"layer\.qweight: module 'layer' is", spoil=lambda c: drop(c, "qweight")),
+    "only scales": Bad(
+        CorruptError, r"layer\.qweight: module 'layer' is", spoil=lambda c: drop(c, "qweight", "qzeros", "g_idx")
+    ),
     "no scales": Bad(CorruptError, r"layer\.scales: module 'layer' is", spoil=lambda c: drop(c, "scales")),
     "asymmetric without qzeros": Bad(
         CorruptError, "zero points are missing", spoil=lambda c: drop(c, "qzeros"), case={"sym": False}
@@ -681,6 +714,11 @@ MARLIN_BAD = {
     "no tiles": Bad(CorruptError, r"layer\.B: module 'layer' is incomplete", lambda c: drop(c, "B")),
     "no scales": Bad(CorruptError, r"layer\.s: module 'layer' is incomplete", lambda c: drop(c, "s")),
     "columns": Bad(CorruptError, "shapes disagree", lambda c: reshape(c, "s", (2, 64), "F16")),
+    "no whole tiles": Bad(
+        CorruptError,
+        "n divisible by 64",
+        lambda c: (reshape(c, "B", (16, 192)), reshape(c, "s", (2, 96), "F16")),
+    ),
     "asymmetric": Bad(UnsupportedError, "symmetric 4-bit", label={"sym": False}),
     "8 bits": Bad(UnsupportedError, "symmetric 4-bit", label={"bits": 8}),
     "group of 64": Bad(
