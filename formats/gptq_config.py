@@ -26,6 +26,7 @@ BITS = (2, 3, 4, 8)
 METHODS = ("gptq", "auto-round", "intel/auto-round")
 # checkpoint_format -> how zeros are stored; ``gptq`` stores zero - 1.
 CONVENTIONS = ("gptq", "gptq_v2", "marlin")
+PLANAR = "gptq_p"
 # packing_format -> the same.
 PACKINGS = {
     "auto_round:auto_gptq": "gptq",
@@ -113,6 +114,9 @@ def label(config: Mapping[str, Any], options: Options, module: str, file: str) -
     sym = settings.get("sym")
     if sym is not None and not isinstance(sym, bool):
         raise UnsupportedError("sym is not true or false", file=file, tensor=module, found=repr(sym))
+    # No switch can settle this one: the order of the bits is another, the shapes are the same.
+    if PLANAR in (settings.get("checkpoint_format"), settings.get("format")):
+        raise UnsupportedError("codes are stored in planes", file=file, tensor=module, found=f"format {PLANAR!r}")
     pack_dtype = settings.get("pack_dtype")
     if pack_dtype not in (None, "int32", "torch.int32"):
         raise UnsupportedError(
@@ -159,7 +163,7 @@ def _convention(settings: Mapping[str, Any], file: str) -> str | None:
     for value in named.values():
         if value not in CONVENTIONS:
             raise UnsupportedError(
-                "a GPTQ variant with another order of bits" if value == "gptq_p" else "unknown GPTQ variant",
+                "unknown GPTQ variant",
                 file=file,
                 found=f"checkpoint_format {value!r}",
                 need=", ".join(CONVENTIONS),

@@ -45,7 +45,7 @@ def code_bits(shapes: Shapes, label: Label, say: Say, file: str, tensor: str) ->
             file=file,
             tensor=tensor,
             found=f"tensors of {_either(fitting)}-bit codes",
-            need=f"{_either(label.bits)}-bit codes, as the label says",
+            need=f"{_either(label.bits)}-bit codes, as label or switch says",
             do=f"--bits {fitting[0]} believes the tensors",
         )
     # Words of zeros are rounded up: a width that fills them wins over one that leaves lanes unused.

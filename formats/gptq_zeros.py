@@ -73,7 +73,7 @@ def load(
     half, top = 2 ** (bits - 1), 2**bits - 1
     if words is None:
         if label.sym is False:
-            raise CorruptError("asymmetric, but its zero points are missing", file=file, tensor=tensor)
+            raise CorruptError("asymmetric, but its qzeros are missing", file=file, tensor=tensor)
         if label.sym is None and not label.found:
             say("assumed symmetric: there are no qzeros")
         return Zeros(None, {})

@@ -625,7 +625,7 @@ BAD = {
     ),
     "no scales": Bad(CorruptError, r"layer\.scales: module 'layer' is", spoil=lambda c: drop(c, "scales")),
     "asymmetric without qzeros": Bad(
-        CorruptError, "zero points are missing", spoil=lambda c: drop(c, "qzeros"), case={"sym": False}
+        CorruptError, "qzeros are missing", spoil=lambda c: drop(c, "qzeros"), case={"sym": False}
     ),
     "NaN scale": Bad(
         CorruptError, r"scales: .*1 of 256, the first at \[2, 3\]", spoil=lambda c: put_scale(c, float("nan"))
@@ -683,6 +683,13 @@ BAD = {
     "group of nothing": Bad(UnsupportedError, "no such group size", label={"group_size": 0}),
     "odd sym": Bad(UnsupportedError, "sym is not true or false", label={"sym": "yes"}),
     "planar 3 bit": Bad(UnsupportedError, "'gptq_p'", label={"checkpoint_format": "gptq_p"}, case={"bits": 3}),
+    "planar 3 bit, with a switch": Bad(
+        UnsupportedError,
+        "'gptq_p'",
+        label={"checkpoint_format": None, "format": "gptq_p"},
+        options=Options(checkpoint_format="gptq"),
+        case={"bits": 3},
+    ),
     "unknown variant": Bad(UnsupportedError, "'gptq_v9'", label={"checkpoint_format": "gptq_v9"}),
     "labels disagree": Bad(UnsupportedError, "two labels disagree", label={"format": "gptq_v2"}),
     "unknown packing": Bad(
