@@ -153,14 +153,14 @@ class Cuda:
             part, to = _slice(x, start), _slice(out, start)
             bound = self._ready(module, x.dtype, part.rows, part.aligned, stream)
             if isinstance(bound, Bound) and not bound.needs_memory:
-                bound.launch(module.name, stream, part, to, expert or 0, None)
+                bound.launch(stream, part, to, expert or 0, None)
                 continue
             lane = self._lanes.of(stream)
             with lane.lock:
                 if isinstance(bound, Dense):
                     multiply(bound, part, to, expert, lane, stream)
                 else:
-                    _launch(bound, module.name, stream, part, to, expert or 0, lane)
+                    _launch(bound, stream, part, to, expert or 0, lane)
             self._lanes.settle(lane)
 
     def _ready(self, module: Module, dtype: str, m: int, aligned: bool, stream: int | None) -> Bound | Dense:
@@ -185,7 +185,7 @@ class Cuda:
                 spec = self.catalog.artifact.modules[module.name]
                 extents = {name: value for name, value in spec.items() if type(value) is int}
                 scalars = {**extents, "m": m, "ld_gathered": spec["k_padded"]}
-                made = Bound(plan, scalars, self._resident(module), self._kernels)
+                made = Bound(module.name, plan, scalars, self._resident(module), self._kernels)
                 self._bound[module.name, dtype, m, aligned] = made
                 return made
 
@@ -307,10 +307,10 @@ class Cuda:
             self._kernels.close()
 
 
-def _launch(bound: Bound, name: str, stream: int, x: Operand, out: Operand, expert: int, lane: Lane) -> None:
+def _launch(bound: Bound, stream: int, x: Operand, out: Operand, expert: int, lane: Lane) -> None:
     """A launch with scratch; counters that a failure may have left counting are given up."""
     try:
-        bound.launch(name, stream, x, out, expert, lane)
+        bound.launch(stream, x, out, expert, lane)
     except RuntimeError:
         lane.reset()
         raise

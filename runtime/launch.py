@@ -54,22 +54,21 @@ class Kernels:
             self._images.update(zip(missing, pool.map(image, missing), strict=True))
 
     def function(self, stage: Stage) -> Any:
-        """Compiled (or found built), loaded and allowed its shared memory. Raises RuntimeError naming the kernel."""
+        """Compiled (or found built), loaded and allowed its shared memory. Raises CudaError."""
         from cuda.bindings import driver
 
         key = _key(stage)
         with self._lock:
             if key not in self._loaded:
                 cubin = self._images.pop(key, None) or build_cubin(*key, self._cubins)
-                module = _checked(stage, "loading", driver.cuModuleLoadData(cubin.image))
-                entry = cubin.entry.encode()
-                self._loaded[key] = module, _checked(stage, "loading", driver.cuModuleGetFunction(module, entry))
+                module = _checked("load", driver.cuModuleLoadData(cubin.image))
+                self._loaded[key] = module, _checked("load", driver.cuModuleGetFunction(module, cubin.entry.encode()))
             function = self._loaded[key][1]
             if stage.shared > STATIC_SHARED:
                 attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _, most = driver.cuFuncGetAttribute(attribute, function)
                 if most < stage.shared:
-                    _checked(stage, "shared memory", driver.cuFuncSetAttribute(function, attribute, stage.shared))
+                    _checked("shared memory", driver.cuFuncSetAttribute(function, attribute, stage.shared))
             return function
 
     def close(self) -> None:
@@ -80,18 +79,21 @@ class Kernels:
         self._loaded.clear()
 
 
-def _checked(stage: Stage, doing: str, answer: tuple[Any, ...]) -> Any:
+class CudaError(Exception):
+    """``launch: CUDA_ERROR_INVALID_VALUE (invalid argument)``."""
+
+    def __init__(self, doing: str, status: Any) -> None:
+        from cuda.bindings import driver
+
+        _, text = driver.cuGetErrorString(status)
+        super().__init__(f"{doing}: {status.name} ({text.decode() if text else 'no description'})")
+
+
+def _checked(doing: str, answer: tuple[Any, ...]) -> Any:
+    """A driver call's result without its status. Raises CudaError."""
     if answer[0]:
-        raise RuntimeError(f"{describe(stage)}: {doing} failed: {reason(answer[0])}")
+        raise CudaError(doing, answer[0])
     return answer[1] if len(answer) > 1 else None
-
-
-def reason(status: Any) -> str:
-    """``CUDA_ERROR_INVALID_VALUE (invalid argument)``."""
-    from cuda.bindings import driver
-
-    _, text = driver.cuGetErrorString(status)
-    return f"{status.name} ({text.decode() if text else 'no description'})"
 
 
 def describe(stage: Stage) -> str:
@@ -118,14 +120,19 @@ class _Prepared:
 class Bound:
     """A plan with the arguments of one module and one m in place."""
 
-    def __init__(self, plan: Plan, scalars: Mapping[str, int], weights: Weights, kernels: Kernels) -> None:
-        self.plan = plan
+    def __init__(self, name: str, plan: Plan, scalars: Mapping[str, int], weights: Weights, kernels: Kernels) -> None:
+        self.name, self.plan = name, plan
         self.needs_memory = bool(plan.scratch or plan.counters or plan.gathered)
         self._scalars = scalars
         self._lock = threading.Lock()
-        self._stages = [_prepare(stage, scalars, weights, kernels.function(stage)) for stage in plan.stages]
+        self._stages: list[_Prepared] = []
+        for stage in plan.stages:
+            try:
+                self._stages.append(_prepare(stage, scalars, weights, kernels.function(stage)))
+            except CudaError as error:
+                raise self._blame(len(self._stages), error) from None
 
-    def launch(self, name: str, stream: int, x: Operand, y: Operand, expert: int, lane: Lane | None) -> None:
+    def launch(self, stream: int, x: Operand, y: Operand, expert: int, lane: Lane | None) -> None:
         """All stages in order on ``stream``; a plan that needs memory takes it from ``lane``, whose lock is held.
 
         Raises RuntimeError naming stage, CUDA error, kernel, m, n, k.
@@ -145,7 +152,7 @@ class Bound:
         assert ldy is not None
         operands = (x.pointer, y.pointer, ldx, ldy, *memory)
         with self._lock:
-            for p in self._stages:
+            for i, p in enumerate(self._stages):
                 for word, operand in p.patched:
                     p.words[word] = operands[operand]
                 for word, base, step in p.stacked:
@@ -155,12 +162,14 @@ class Bound:
                     p.function, *stage.grid, stage.block, 1, 1, stage.shared, stream, p.addresses, 0
                 )
                 if status:
-                    raise RuntimeError(f"{name}: {self._blame(p, status)}")
+                    raise self._blame(i, CudaError("launch", status))
 
-    def _blame(self, p: _Prepared, status: Any) -> str:
+    def _blame(self, i: int, error: CudaError) -> RuntimeError:
         m, n, k = (self._scalars[extent] for extent in "mnk")
-        number = f"stage {self._stages.index(p) + 1} of {len(self._stages)}"
-        return f"{number} failed: {reason(status)}; {describe(p.stage)}; m={m}, n={n}, k={k}"
+        stages = self.plan.stages
+        return RuntimeError(
+            f"{self.name}: stage {i + 1} of {len(stages)} failed: {error}; {describe(stages[i])}; m={m}, n={n}, k={k}"
+        )
 
 
 def _prepare(stage: Stage, scalars: Mapping[str, int], weights: Weights, function: Any) -> _Prepared:

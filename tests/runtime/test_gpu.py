@@ -379,9 +379,11 @@ def test_a_captured_graph_replays_with_new_contents(cp, session, m, name):
         stream.begin_capture()
         session.linear(name, x, out=out)
         graph = stream.end_capture()
-    held = session.scratch_bytes
     session.release()
+    held = session.scratch_bytes
     session.linear(name, cp.ones((m + 1, k), cp.float16))
+    session.release()
+    assert session.scratch_bytes == held
     for seed in (5, 6):
         fresh = cp.asarray(random_x((m, k), "float16", seed))
         x[...] = fresh
@@ -389,7 +391,6 @@ def test_a_captured_graph_replays_with_new_contents(cp, session, m, name):
         graph.launch(stream)
         stream.synchronize()
         np.testing.assert_array_equal(bits(out), bits(session.linear(name, fresh)))
-    assert held >= 0
 
 
 def test_two_graphs_of_one_stream_replay_at_the_same_time(cp):
@@ -487,38 +488,24 @@ def test_closing_gives_the_memory_back(cp):
 # ---- failures, and what our kernels do not run ----
 
 
-@pytest.mark.parametrize(
-    ("m", "change"), [(1, {"block": 4096}), (64, {"shared": 1 << 20}), (8, {"grid": (1, 1, 70000)})]
-)
+@pytest.mark.parametrize("change", [{"block": 4096}, {"shared": 1 << 20}, {"grid": (1, 1, 70000)}], ids=str)
+@pytest.mark.parametrize("m", [1, 64])
 def test_a_failed_launch_names_everything_and_leaves_the_session_usable(cp, session, monkeypatch, m, change):
-    x = random_x((m, 520), "float16")
+    """The last stage is broken, so that with act-order and m > 16 an earlier one has already run."""
     real = marlin.plan
 
     def broken(*args, **kwargs):
         plan = real(*args, **kwargs)
         return replace(plan, stages=(*plan.stages[:-1], replace(plan.stages[-1], **change)))
 
+    named = rf"p: stage (\d) of \1 failed: .*CUDA_ERROR_INVALID_VALUE.*marlin_.*m={m}, n=200, k=520"
     with monkeypatch.context() as patch:
         patch.setattr(marlin, "plan", broken)
-        with pytest.raises(RuntimeError) as caught:
-            session.linear("p", cp.asarray(x))
-    assert "CUDA_ERROR_INVALID_VALUE" in str(caught.value)
-    assert "marlin" in str(caught.value)
-    session._live._bound.clear()  # the broken plan was kept: it was the layout's word
-    for _ in range(2):
+        with pytest.raises(RuntimeError, match=named):
+            session.linear("p", cp.zeros((m, 520), cp.float16))
+    for rows in (m + 1, m + 2, m + 1):
+        x = random_x((rows, 520), "float16")
         assert_close(on_host(session.linear("p", cp.asarray(x))), exact(Q, x), "float16")
-
-
-def test_errors_name_stage_extents_and_module(cp, session, monkeypatch):
-    real = marlin.plan
-
-    def broken(*args, **kwargs):
-        plan = real(*args, **kwargs)
-        return replace(plan, stages=(*plan.stages[:-1], replace(plan.stages[-1], block=4096)))
-
-    monkeypatch.setattr(marlin, "plan", broken)
-    with pytest.raises(RuntimeError, match=r"p: stage \d of \d failed: CUDA_ERROR.*m=3, n=200, k=520"):
-        session.linear("p", cp.zeros((3, 520), cp.float16))
 
 
 @pytest.mark.parametrize("dtype", ACTIVATION)
