@@ -46,7 +46,7 @@ struct Decode {
 
   // Zero words of a lane's eight columns -> the zeros of block j's two rows.
   // 4 bit: one word, nibbles j and j + 4. 8 bit: two words, bytes j % 2 and j % 2 + 2 of word j / 2.
-  static DEVICE void zeros(const u32 (&words)[WORDS], int j, Zero& low, Zero& high) {
+  static DEVICE void zeros(const u32* words, int j, Zero& low, Zero& high) {
     u32 pair = BITS == 4 ? (words[0] >> 4 * j) & 0x000F000Fu : (words[j / 2 * (WORDS - 1)] >> 8 * (j % 2)) & 0x00FF00FFu;
     u32 near = BITS == 8 && T == Dtype::bf16 ? centred(pair) ^ SIGNS : pair | MAGIC<T> | SIGNS;
     u32 far = pair << 4 | 0xD400D400u;
@@ -88,19 +88,17 @@ struct Decode {
   }
 };
 
-// The eight scales of a lane's columns g + 8v; v = 2j and 2j + 1 are the rows of block j.
-template <Dtype S>
+// COUNT scales of a lane's columns g + 8v, from v = 0 (8) or from half a tile on (4); 2j, 2j + 1 are the rows of block j.
+template <Dtype S, int COUNT = 8>
 struct Scales {
-  static constexpr int WORDS = S == Dtype::f32 ? 8 : 4;
+  static constexpr int WORDS = S == Dtype::f32 ? COUNT : COUNT / 2;
   u32 word[WORDS];
 
-  // `from` is 16-byte aligned: the lane's first scale of a row of the grid.
-  DEVICE void load(const void* from) {
+  // `from` is the lane's first scale of a row of the grid, aligned to COUNT of them.
+  DEVICE void load(const void* from, bool wanted = true) {
+    constexpr int STEP = WORDS < 4 ? WORDS : 4;
 #pragma unroll
-    for (int i = 0; i < WORDS / 4; i++) {
-      uint4 v = load_again(static_cast<const uint4*>(from) + i);
-      word[4 * i] = v.x, word[4 * i + 1] = v.y, word[4 * i + 2] = v.z, word[4 * i + 3] = v.w;
-    }
+    for (int i = 0; i < WORDS; i += STEP) load_if<false, STEP>(word + i, static_cast<const u32*>(from) + i, wanted);
   }
   DEVICE float at(int v) const {
     if constexpr (S == Dtype::f32)

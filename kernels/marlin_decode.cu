@@ -24,16 +24,18 @@ constexpr int RED = 68; // floats of a token's row in the reduction buffer: 64, 
 // Slices in flight. Short runs keep as many scales in flight as slices, so they keep fewer.
 constexpr int depth(Variant v) { return facts(Element(v.element)).bits == 8 || v.run == 1 ? 4 : 8; }
 
-// Eight channels of a row of x at stored position p; 0 beyond k.
-DEVICE uint4 gather8(const u16* row, const int* perm, int p, int k, bool vectors) {
-  if (vectors && p + 8 <= k) return *reinterpret_cast<const uint4*>(row + p);
-  u16 v[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    int from = perm ? perm[p + i] : p + i;
-    v[i] = from < k ? row[from] : u16(0);
+// 16 channels of a row of x from stored position p, in fragment order; 0 beyond k.
+DEVICE void stage16(uint4* to, const u16* row, const int* perm, int p, int k) {
+#pragma unroll 8
+  for (int i = 0; i < 16; i++) {
+    const int from = perm ? perm[p + i] : p + i;
+    reinterpret_cast<u16*>(to)[i % 8 / 2 * 4 + i / 8 * 2 + i % 2] = from < k ? row[from] : u16(0);
   }
-  return {v[0] | u32(v[1]) << 16, v[2] | u32(v[3]) << 16, v[4] | u32(v[5]) << 16, v[6] | u32(v[7]) << 16};
+}
+DEVICE void stage16(uint4* to, const uint4* row) {
+  const uint4 a = row[0], b = row[1];
+  to[0] = {a.x, b.x, a.y, b.y};
+  to[1] = {a.z, b.z, a.w, b.w};
 }
 
 template <Variant V>
@@ -50,28 +52,29 @@ __global__ void __launch_bounds__(MAX_THREADS(V), 1)
 
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
-  const int tiles = n_padded / 64, slices = k_padded / 16, per_group = V.run ? group / 16 : slices;
-  auto part = [&](int i) { return R * int(i64(slices / R) * i / (int(gridDim.y) * warps)); };
+  const int tiles = n_padded / 64, slices = k_padded / 16;
+  // Parts of whole loop bodies where k allows it, else of whole runs. plan() keeps the product in 32 bits.
+  const u32 unit = slices % DEPTH ? R : DEPTH;
+  auto part = [&](u32 i) { return int(slices / unit * i / (gridDim.y * warps) * unit); };
   const int first = part(blockIdx.y * warps), last = part((blockIdx.y + 1) * warps); // slices of the block
   const int begin = part(blockIdx.y * warps + warp), end = part(blockIdx.y * warps + warp + 1);
+  // run / runs_per_group as a multiplication, exact for 32-bit products of the two.
+  const u32 runs_per_group = V.run ? group / (16 * R) : 1, reciprocal = 0xFFFFFFFFu / runs_per_group + 1;
 
   u32 q[DEPTH][D::TILE_WORDS], zero_words[RUNS][D::WORDS];
   Scales<S> scale[RUNS];
-  auto fetch_slice = [&](int i, int tile, int slice) {
+  auto fetch_slice = [&](int i, int tile, int slice, bool wanted) {
     const uint4* from = qweight + ((i64(slice) * tiles + tile) * 32 + lane) * VECTORS;
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-      uint4 w = VECTORS == 1 ? load_once(from) : load_again(from + v);
-      q[i][4 * v] = w.x, q[i][4 * v + 1] = w.y, q[i][4 * v + 2] = w.z, q[i][4 * v + 3] = w.w;
-    }
+    for (int v = 0; v < VECTORS; v++) load_if<VECTORS == 1, 4>(&q[i][4 * v], from + v, wanted);
   };
-  auto fetch_scale = [&](int r, int tile, int slice) {
-    i64 row = per_group == R ? slice / R : slice / per_group;
-    scale[r].load(scales + (row * n_padded + tile * 64 + g * 8) * bytes_of(S));
+  auto fetch_scale = [&](int r, int tile, int slice, bool wanted) {
+    const u32 run = u32(slice) / R, row = runs_per_group == 1 ? run : __umulhi(run, reciprocal);
+    scale[r].load(scales + (i64(row) * n_padded + tile * 64 + g * 8) * bytes_of(S), wanted);
     if constexpr (V.zero) {
 #pragma unroll
       for (int h = 0; h < D::WORDS; h++)
-        zero_words[r][h] = qzeros[(row * tiles + tile) * 8 * D::WORDS + g * D::WORDS + h];
+        if (wanted) zero_words[r][h] = qzeros[(i64(row) * tiles + tile) * 8 * D::WORDS + g * D::WORDS + h];
     }
   };
 
@@ -82,37 +85,39 @@ __global__ void __launch_bounds__(MAX_THREADS(V), 1)
     if (next >= end) next = begin, next_tile += gridDim.x;
   };
 #pragma unroll
-  for (int i = 0; i < DEPTH; i++)
-    if (next + i < end) fetch_slice(i, next_tile, next + i);
+  for (int i = 0; i < DEPTH; i++) fetch_slice(i, next_tile, next + i, next + i < end);
   if constexpr (V.run != 0) {
 #pragma unroll
-    for (int r = 0; r < RUNS; r++)
-      if (next + r * R < end) fetch_scale(r, next_tile, next + r * R);
+    for (int r = 0; r < RUNS; r++) fetch_scale(r, next_tile, next + r * R, next + r * R < end);
   }
   advance();
 
   uint2* xs = reinterpret_cast<uint2*>(shared);
-  const bool vectors = perm == nullptr && (reinterpret_cast<u64>(x) | u64(ldx) * 2) % 16 == 0;
-  for (int token = 0; token < m; token++)
+  // A warp stages its own range; past the block's range lies one slice of zeros.
+  uint4* own = reinterpret_cast<uint4*>(xs) - i64(first) * m * 2;
+  if (perm == nullptr && (reinterpret_cast<u64>(x) | u64(ldx) * 2) % 16 == 0 && end * 16 <= k) {
 #pragma unroll 4
-    for (int h = threadIdx.x; h < (last - first) * 2; h += blockDim.x) {
-      uint4 v = gather8(x + token * ldx, perm, first * 16 + h * 8, k, vectors);
-      u32* to = reinterpret_cast<u32*>(xs + (h / 2 * m + token) * 4) + h % 2;
-      to[0] = v.x, to[2] = v.y, to[4] = v.z, to[6] = v.w;
-    }
+    for (int e = begin * m + lane; e < end * m; e += 32)
+      stage16(own + e * 2, reinterpret_cast<const uint4*>(x + e % m * ldx + e / m * 16));
+  } else {
+#pragma unroll 1
+    for (int e = begin * m + lane; e < end * m; e += 32) stage16(own + e * 2, x + e % m * ldx, perm, e / m * 16, k);
+  }
+  if (R < DEPTH)
+    for (int e = threadIdx.x; e < m * 4; e += blockDim.x) xs[(last - first) * m * 4 + e] = {0, 0};
   __syncthreads();
 
-  float* sums = reinterpret_cast<float*>(xs + (last - first) * m * 4); // [2][warps][m][RED]
+  float* sums = reinterpret_cast<float*>(xs + (last - first + 1) * m * 4); // [2][warps][m][RED]
   const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
   int parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
     float total[NB][4][4] = {};
-    if constexpr (V.run == 0) fetch_scale(0, tile, 0);
+    if constexpr (V.run == 0) fetch_scale(0, tile, 0, true);
     for (int slice = begin; slice < end; slice += DEPTH) {
 #pragma unroll
       for (int r = 0; r < RUNS; r++) {
-        const bool work = R == DEPTH || slice + r * R < end;
         const bool more = next_tile < tiles && (R == DEPTH || next + r * R < end);
+        const bool work = R == DEPTH || slice + r * R < end; // else x is the slice of zeros
         float group_sum[NB][4][4] = {};
         auto& sum = V.run ? group_sum : total;
         Zero low[4], high[4];
@@ -123,20 +128,18 @@ __global__ void __launch_bounds__(MAX_THREADS(V), 1)
         }
 #pragma unroll
         for (int i = r * R; i < r * R + R; i++) {
-          if (work) {
-            uint2 b[NB];
+          const int of_x = work ? slice + i - first : last - first;
+          uint2 b[NB];
 #pragma unroll
-            for (int nb = 0; nb < NB; nb++)
-              b[nb] = xs[((slice + i - first) * m + min(nb * 8 + g, m - 1)) * 4 + t];
+          for (int nb = 0; nb < NB; nb++) b[nb] = xs[(of_x * m + min(nb * 8 + g, m - 1)) * 4 + t];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-              u32 a[4];
-              D::block(&q[i][j * D::WORDS], low[j], high[j], a);
+          for (int j = 0; j < 4; j++) {
+            u32 a[4];
+            D::block(&q[i][j * D::WORDS], low[j], high[j], a);
 #pragma unroll
-              for (int nb = 0; nb < NB; nb++) mma<T>(sum[nb][j], a, b[nb].x, b[nb].y);
-            }
+            for (int nb = 0; nb < NB; nb++) mma<T>(sum[nb][j], a, b[nb].x, b[nb].y);
           }
-          if (more) fetch_slice(i, next_tile, next + i);
+          fetch_slice(i, next_tile, next + i, more);
         }
         if constexpr (V.run != 0) {
           if (work) {
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(MAX_THREADS(V), 1)
                 for (int c = 0; c < 4; c++)
                   total[nb][j][c] = fmaf(scale[r].at(2 * j + c / 2), group_sum[nb][j][c], total[nb][j][c]);
           }
-          if (more) fetch_scale(r, next_tile, next + r * R);
+          fetch_scale(r, next_tile, next + r * R, more);
         }
       }
       advance();

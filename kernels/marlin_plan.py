@@ -1,15 +1,14 @@
 """Which kernels multiply with a Marlin module: a function of (module, m, device) and nothing else.
 
-    m <= 16    marlin_decode: W is read once, straight into registers; a block covers tiles of 64 features
-    m > 16     marlin_tiled: blocks of 64 to 256 features x 32 to 128 tokens, after ``gather`` when x cannot be copied
-               row by row in 16-byte pieces (act-order, odd strides)
+m <= 16    marlin_decode: W is read once, straight into registers; a block covers tiles of 64 features
+m > 16     marlin_tiled: blocks of 64 to 256 features x 32 to 128 tokens, after ``gather`` when x cannot be copied
+           row by row in 16-byte pieces (act-order, odd strides)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from functools import cache
+from dataclasses import dataclass
 from itertools import product
 from math import gcd
 from typing import Any
@@ -25,6 +24,8 @@ X_DTYPES = ("f16", "bf16")
 SCALES = ("f16", "bf16", "f32")
 STORED = {"u4b8": False, "u4": True, "u8b128": False, "u8": True}
 """Elements with kernels, and whether zero points come with them as a rule."""
+
+CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 WEIGHTS = ("qweight", "scales", "qzeros")
 EXTENTS = ("m", "n", "k", "n_padded", "k_padded", "group")
@@ -44,10 +45,11 @@ class Decode:
 
 @dataclass(frozen=True)
 class Tiled:
-    """A block's shape in marlin_tiled: ``wn`` x ``wm`` warps of 64 features x 8 ``blocks`` tokens, the other warps
-    along k; ``cut`` cuts the tiles of the last wave along k so that every SM has its share."""
+    """A block's shape in marlin_tiled: ``wn`` x ``wm`` warps of 16 ``columns`` features x 8 ``blocks`` tokens, the
+    other warps along k; ``cut`` cuts the tiles of the last wave along k so that every SM has its share."""
 
     blocks: int
+    columns: int
     wn: int
     wm: int
     cut: bool = False
@@ -58,7 +60,7 @@ class Tiled:
 
     @property
     def features(self) -> int:
-        return 64 * self.wn
+        return 16 * self.columns * self.wn
 
     @property
     def tokens(self) -> int:
@@ -73,7 +75,8 @@ class Tiled:
         return f"tile {self.features} x {self.tokens}, k in {self.wk}{', cut' if self.cut else ''}"
 
 
-TILES = tuple(Tiled(*shape) for shape in ((4, 1, 1), (4, 2, 1), (4, 4, 1), (8, 2, 1), (8, 4, 1), (8, 2, 2), (8, 4, 2)))
+SHAPES = ((4, 4, 1, 1), (4, 4, 2, 1), (4, 4, 4, 1), (8, 4, 2, 1), (8, 4, 4, 1), (8, 2, 8, 1), (16, 2, 4, 1), (16, 2, 8, 1))
+TILES = tuple(Tiled(*shape) for shape in SHAPES)
 
 
 def _common(spec: Spec, x_dtype: str, most: int) -> tuple[int, ...]:
@@ -89,13 +92,16 @@ def _bias_type(spec: Spec) -> int:
 
 
 def _decode_slices(spec: Spec) -> int:
-    return 4 if ELEMENTS[spec["element"]].bits == 8 else 8
+    """Slices that share a scale at most: what a warp keeps in flight."""
+    return 32 // ELEMENTS[spec["element"]].bits
 
 
 def _decode_shared(spec: Spec, m: int, d: Decode) -> int:
     """x of a block's range of k, and the sums of its warps (twice when it takes several tiles)."""
     run = _common(spec, "f16", _decode_slices(spec))[-1] or 4
-    slices = run * -(-(spec["k_padded"] // 16 // run) // d.splits)
+    depth = 4 if run == 1 else _decode_slices(spec)
+    unit = depth if spec["k_padded"] // 16 % depth == 0 else run
+    slices = unit * -(-(spec["k_padded"] // 16 // unit) // d.splits) + 1
     buffers = 1 if d.columns >= spec["n_padded"] // 64 else 2
     return slices * m * 32 + buffers * d.warps * m * 68 * 4
 
@@ -145,7 +151,7 @@ def _tiled(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, t: T
     streams = min(device.sms, rest * steps) if t.cut else rest
     stage = Stage(
         kernel="marlin_tiled",
-        variant=(*_common(spec, x_dtype, 4), t.blocks, t.wn, t.wm),
+        variant=(*_common(spec, x_dtype, 4), t.blocks, t.columns, t.wn, t.wm),
         target=f"sm_{device.arch}",
         grid=(device.sms if waves else streams, 1, 1),
         block=256,
@@ -183,7 +189,7 @@ def _tiled(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, t: T
 def _refuse_tile(spec: Spec, device: Device, x_dtype: str, t: Tiled) -> str | None:
     if t.shared > device.shared:
         return f"needs {t.shared} bytes of shared memory, a block has {device.shared}"
-    if t.blocks > 4 and spec["group"] != -1 and spec["scale"] != x_dtype:
+    if t.blocks * t.columns > 16 and spec["group"] != -1 and spec["scale"] != x_dtype:
         return f"{spec['scale']} scales on {x_dtype} sums need their registers"
     return None
 
@@ -218,3 +224,37 @@ def plan(
         return _decode(spec, m, device, x_dtype, _choose_decode(spec, m, device), "m <= 16, bound by reading W once")
     tile, rejected = _choose_tiled(spec, m, device, x_dtype)
     return _tiled(spec, m, device, x_dtype, aligned, tile, "")
+
+
+def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
+    device = Device(arch, sms=1, shared=1 << 20)
+    yield from (("gather", (ordered,), f"sm_{arch}") for ordered in (0, 1))
+    seen = set()
+    for element, scale, x_dtype, group in product(elements or STORED, SCALES, X_DTYPES, (-1, 16, 32, 64, 128)):
+        spec = {"element": element, "scale": scale, "group": group, "zero": "int" if STORED[element] else None}
+        decode, tiled = _common(spec, x_dtype, _decode_slices(spec)), _common(spec, x_dtype, 4)
+        rows = [("marlin_decode", (*decode, blocks)) for blocks in (1, 2)]
+        fitting = (t for t in TILES if _refuse_tile(spec, device, x_dtype, t) is None)
+        rows += [("marlin_tiled", (*tiled, t.blocks, t.columns, t.wn, t.wm)) for t in fitting]
+        for row in rows:
+            if row not in seen:
+                seen.add(row)
+                yield *row, f"sm_{arch}"
+
+
+def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A third of a subset of ``variants`` in which every two values of two template arguments meet: what CI compiles.
+
+    Each third falls to two of the six architectures, so that each pair is seen on an older and on a newer one.
+    """
+    if target not in CHECKED:
+        return
+    seen: set[tuple[object, ...]] = set()
+    chosen = []
+    for kernel, variant, _ in variants(80):
+        pairs = {(kernel, i, variant[i], j, variant[j]) for j in range(len(variant)) for i in range(j + 1)}
+        if not pairs <= seen:
+            seen |= pairs
+            chosen.append((kernel, variant))
+    yield from chosen[CHECKED.index(target) % 3 :: 3]

@@ -14,7 +14,8 @@ struct Variant {
   int element, x, scale; // Element, Dtype, Dtype
   int zero;              // 1: zero points from qzeros
   int run;               // slices that share a scale: 1, 2, 4; 0: one scale for all of k
-  int blocks, wn, wm;
+  int blocks, columns;   // of a warp: blocks of 8 tokens, blocks j of 16 features (4, or 2: half a tile)
+  int wn, wm;            // warps along features, along tokens
 };
 
 constexpr int THREADS = 256;
@@ -22,8 +23,8 @@ constexpr int SLICES = 4; // k16 slices of a warp's step
 
 template <Variant V>
 struct Shape {
-  static constexpr int WN = V.wn, WM = V.wm, WK = 8 / (WN * WM), NB = V.blocks;
-  static constexpr int FEATURES = 64 * WN, TOKENS = 8 * NB * WM, STEP = 64 * WK;
+  static constexpr int WN = V.wn, WM = V.wm, WK = 8 / (WN * WM), NB = V.blocks, JB = V.columns;
+  static constexpr int FEATURES = 16 * JB * WN, TOKENS = 8 * NB * WM, STEP = 64 * WK;
   static constexpr int STAGE = TOKENS * STEP * 2; // bytes of x
   static constexpr int STAGES = STAGE > 16384 ? 3 : 4;
   static constexpr int FLOATS = FEATURES * TOKENS;
@@ -38,22 +39,24 @@ struct Segment {
 
 template <Variant V>
 __global__ void __launch_bounds__(THREADS, 1)
-    marlin_tiled(const uint4* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
+    marlin_tiled(const u32* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
                  const void* __restrict__ bias, const u16* __restrict__ x, u16* y, float* scratch, u32* counters,
                  int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx, i64 ldy, int bias_type,
                  int rows, int steps, int waves, int streams) {
   constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
   using D = Decode<Element(V.element), T, V.zero != 0>;
   using P = Shape<V>;
-  constexpr int R = V.run ? V.run : SLICES, RUNS = SLICES / R, NB = P::NB, VECTORS = D::TILE_WORDS / 4;
+  constexpr int R = V.run ? V.run : SLICES, RUNS = SLICES / R, NB = P::NB, JB = P::JB, TILE = P::FEATURES / 64;
   constexpr bool SCALE_PAIRS = V.run != 0 && S == T;  // the product rounds once: the 16-bit weight itself
   constexpr bool SCALE_SUMS = V.run != 0 && S != T;   // fp32 sums of a run, scaled in fp32
 
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int kw = warp / (P::WN * P::WM), mw = warp / P::WN % P::WM, nw = warp % P::WN;
-  const int tiles = n_padded / 64, per_group = V.run ? group / 16 : 4;
-  const int all = rows * ((tiles + P::WN - 1) / P::WN); // plan() keeps it in 31 bits
+  const int tiles = n_padded / 64;
+  // run / runs_per_group as a multiplication, exact for 32-bit products of the two.
+  const u32 runs_per_group = V.run ? group / (16 * R) : 1, reciprocal = 0xFFFFFFFFu / runs_per_group + 1;
+  const int all = rows * ((tiles + TILE - 1) / TILE); // plan() keeps it in 31 bits
   const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
 
   // Whole tiles in turn, then the tiles that this block's share of the rest cuts. plan() keeps its units in 31 bits.
@@ -69,7 +72,8 @@ __global__ void __launch_bounds__(THREADS, 1)
 
   auto run_segment = [&](const Segment begun, int turn) {
     const int first = begun.first, last = begun.last;
-    const int m0 = begun.id % rows * P::TOKENS, tile = begun.id / rows * P::WN + nw;
+    const int m0 = begun.id % rows * P::TOKENS, tile = begun.id / rows * TILE + nw * JB / 4;
+    const int half = JB == 4 ? 0 : nw % 2;
     const bool inside = tile < tiles; // the last block of features may be short
 
     // A thread copies chunk c of every 32nd row of the stage; a row is one token's 64 k of one k part.
@@ -85,41 +89,41 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
     };
 
-    u32 q[SLICES][D::TILE_WORDS], zero_words[RUNS][D::WORDS];
-    Scales<S> scale[RUNS];
+    constexpr int WORDS = JB * D::WORDS, LOAD = WORDS < 4 ? WORDS : 4; // words of a lane in a slice, in one load
+    constexpr int ZERO_WORDS = D::WORDS * JB / 4 ? D::WORDS * JB / 4 : 1;
+    u32 q[SLICES][WORDS], zero_words[RUNS][ZERO_WORDS];
+    Scales<S, 2 * JB> scale[RUNS];
     auto has = [&](int step) { return inside && step < last && step * P::STEP + kw * 64 < k_padded; };
     auto slice_of = [&](int step) { return (step * P::WK + kw) * SLICES; };
-    auto fetch_slice = [&](int i, int step) {
-      const uint4* from = qweight + ((i64(slice_of(step) + i) * tiles + tile) * 32 + lane) * VECTORS;
+    auto fetch_slice = [&](int i, int step, bool wanted) {
+      const u32* from = qweight + ((i64(slice_of(step) + i) * tiles + tile) * 32 + lane) * D::TILE_WORDS + half * WORDS;
 #pragma unroll
-      for (int v = 0; v < VECTORS; v++) {
-        uint4 w = VECTORS == 1 && P::WM == 1 ? load_once(from) : load_again(from + v);
-        q[i][4 * v] = w.x, q[i][4 * v + 1] = w.y, q[i][4 * v + 2] = w.z, q[i][4 * v + 3] = w.w;
-      }
+      for (int v = 0; v < WORDS; v += LOAD) load_if<D::TILE_WORDS == 4 && P::WM == 1, LOAD>(&q[i][v], from + v, wanted);
     };
-    auto fetch_scale = [&](int r, int slice) {
-      const i64 row = V.run == 0 ? 0 : per_group == R ? slice / R : slice / per_group;
-      if constexpr (V.run != 0) scale[r].load(scales + (row * n_padded + tile * 64 + g * 8) * bytes_of(S));
+    auto fetch_scale = [&](int r, int slice, bool wanted) {
+      const u32 run = u32(slice) / R, row = V.run == 0 ? 0 : runs_per_group == 1 ? run : __umulhi(run, reciprocal);
+      if constexpr (V.run != 0)
+        scale[r].load(scales + (i64(row) * n_padded + tile * 64 + g * 8 + half * 4) * bytes_of(S), wanted);
       if constexpr (V.zero) {
 #pragma unroll
-        for (int h = 0; h < D::WORDS; h++)
-          zero_words[r][h] = qzeros[(row * tiles + tile) * 8 * D::WORDS + g * D::WORDS + h];
+        for (int h = 0; h < ZERO_WORDS; h++)
+          if (wanted)
+            zero_words[r][h] = qzeros[(i64(row) * tiles + tile) * 8 * D::WORDS + g * D::WORDS + (D::WORDS - 1) * half + h] >>
+                               (D::WORDS == 1 ? 8 * half : 0);
       }
     };
 
-    if (has(first)) {
 #pragma unroll
-      for (int i = 0; i < SLICES; i++) fetch_slice(i, first);
+    for (int i = 0; i < SLICES; i++) fetch_slice(i, first, has(first));
 #pragma unroll
-      for (int r = 0; r < RUNS; r++) fetch_scale(r, slice_of(first) + r * R);
-    }
+    for (int r = 0; r < RUNS; r++) fetch_scale(r, slice_of(first) + r * R, has(first));
 #pragma unroll
     for (int s = 0; s < P::STAGES - 1; s++) {
       if (first + s < last) copy_x(first + s, s);
       copy_commit();
     }
 
-    float total[NB][4][4] = {};
+    float total[NB][JB][4] = {};
     for (int step = first, ring = 0; step < last; step++, ring = ring + 1 == P::STAGES ? 0 : ring + 1) {
       copy_wait<P::STAGES - 2>();
       __syncthreads();
@@ -131,10 +135,10 @@ __global__ void __launch_bounds__(THREADS, 1)
                        (kw * P::TOKENS + mw * 8 * NB + lane / 16 * 8 + lane % 8) * 128;
 #pragma unroll
       for (int r = 0; r < RUNS; r++) {
-        float run_sum[SCALE_SUMS ? NB : 1][4][4] = {};
-        Zero low[4], high[4];
+        float run_sum[SCALE_SUMS ? NB : 1][JB][4] = {};
+        Zero low[JB], high[JB];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < JB; j++) {
           low[j] = high[j] = D::fixed();
           if constexpr (V.zero) D::zeros(zero_words[r], j, low[j], high[j]);
         }
@@ -145,7 +149,7 @@ __global__ void __launch_bounds__(THREADS, 1)
           for (int p = 0; p < NB / 2; p++)
             ldmatrix4(b[p], part + p * 16 * 128 + ((2 * i + lane / 8 % 2) ^ lane % 8) * 16);
 #pragma unroll
-          for (int j = 0; j < 4; j++) {
+          for (int j = 0; j < JB; j++) {
             u32 a[4];
             D::block(&q[i][j * D::WORDS], low[j], high[j], a);
             if constexpr (SCALE_PAIRS) {
@@ -160,18 +164,18 @@ __global__ void __launch_bounds__(THREADS, 1)
                 mma<T>(total[nb][j], a, b[nb / 2][nb % 2 * 2], b[nb / 2][nb % 2 * 2 + 1]);
             }
           }
-          if (more) fetch_slice(i, step + 1);
+          fetch_slice(i, step + 1, more);
         }
         if constexpr (SCALE_SUMS) {
 #pragma unroll
           for (int nb = 0; nb < NB; nb++)
 #pragma unroll
-            for (int j = 0; j < 4; j++)
+            for (int j = 0; j < JB; j++)
 #pragma unroll
               for (int c = 0; c < 4; c++)
                 total[nb][j][c] = fmaf(scale[r].at(2 * j + c / 2), run_sum[nb][j][c], total[nb][j][c]);
         }
-        if (V.run != 0 && more) fetch_scale(r, slice_of(step + 1) + r * R);
+        if constexpr (V.run != 0) fetch_scale(r, slice_of(step + 1) + r * R, more);
       }
     }
     copy_wait<0>();
@@ -183,7 +187,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int row0 = done.id % rows * P::TOKENS, column0 = done.id / rows * P::FEATURES;
 
     // Sums of the k parts, in order, into the warps with kw = 0.
-    constexpr int WARP_VECTORS = NB * 4 * 32; // float4 of a warp's tile
+    constexpr int WARP_VECTORS = NB * JB * 32; // float4 of a warp's tile
     float4* sums = reinterpret_cast<float4*>(shared);
     const int mine = (mw * P::WN + nw) * WARP_VECTORS + lane;
     auto vector = [&](int nb, int j) -> float4& { return *reinterpret_cast<float4*>(total[nb][j]); };
@@ -195,8 +199,8 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int nb = 0; nb < NB; nb++)
 #pragma unroll
-          for (int j = 0; j < 4; j++)
-            sums[(kw - 1) * (P::FLOATS / 4) + mine + (nb * 4 + j) * 32] = vector(nb, j);
+          for (int j = 0; j < JB; j++)
+            sums[(kw - 1) * (P::FLOATS / 4) + mine + (nb * JB + j) * 32] = vector(nb, j);
       }
       __syncthreads();
       if (kw == 0) {
@@ -204,7 +208,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
           for (int nb = 0; nb < NB; nb++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) add(nb, j, sums[w * (P::FLOATS / 4) + mine + (nb * 4 + j) * 32]);
+            for (int j = 0; j < JB; j++) add(nb, j, sums[w * (P::FLOATS / 4) + mine + (nb * JB + j) * 32]);
       }
       __syncthreads();
     }
@@ -223,7 +227,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int nb = 0; nb < NB; nb++)
 #pragma unroll
-          for (int j = 0; j < 4; j++) to[(nb * 4 + j) * 32] = vector(nb, j);
+          for (int j = 0; j < JB; j++) to[(nb * JB + j) * 32] = vector(nb, j);
       }
       const int from = owner(start), until = owner(start + steps - 1);
       if (!last_to_arrive(counters + place, u32(until - from + 1))) return;
@@ -231,32 +235,35 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int nb = 0; nb < NB; nb++)
 #pragma unroll
-          for (int j = 0; j < 4; j++) vector(nb, j) = {0, 0, 0, 0};
+          for (int j = 0; j < JB; j++) vector(nb, j) = {0, 0, 0, 0};
         for (int c = from; c <= until; c++) {
           const float4* part = slot(c);
 #pragma unroll
           for (int nb = 0; nb < NB; nb++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) add(nb, j, __ldcg(part + (nb * 4 + j) * 32));
+            for (int j = 0; j < JB; j++) add(nb, j, __ldcg(part + (nb * JB + j) * 32));
         }
       }
     }
 
     // Rounded rows in shared memory, then out in 16-byte words.
     u16* staged = reinterpret_cast<u16*>(shared);
-    if (kw == 0 && column0 + nw * 64 < n_padded) {
-      if constexpr (V.run == 0) scale[0].load(scales + (column0 + nw * 64 + g * 8) * i64(bytes_of(S)));
+    const int from = nw * 16 * JB; // this warp's features
+    if (kw == 0 && column0 + from < n_padded) {
+      if constexpr (V.run == 0)
+        scale[0].load(scales + (column0 + from / 64 * 64 + g * 8 + from % 64 / 8) * i64(bytes_of(S)));
 #pragma unroll
-      for (int j = 0; j < 4; j++)
+      for (int j = 0; j < JB; j++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const int column = nw * 64 + 16 * j + 8 * h + g;
+          const int column = from + 16 * j + 8 * h + g;
           const float by = V.run ? 1.0f : scale[0].at(2 * j + h), plus = out.bias_at(column0 + column);
 #pragma unroll
           for (int nb = 0; nb < NB; nb++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
-              staged[((mw * NB + nb) * 8 + 2 * t + c) * P::ROW + column] = from_float<T>(total[nb][j][2 * h + c] * by + plus);
+              staged[((mw * NB + nb) * 8 + 2 * t + c) * P::ROW + column] =
+                  from_float<T>(total[nb][j][2 * h + c] * by + plus);
         }
     }
     __syncthreads();

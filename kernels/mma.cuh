@@ -71,6 +71,16 @@ DEVICE u16 from_float(float f) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));
   return bits;
 }
+// Two numbers rounded to a pair, the first in the low half.
+template <Dtype T>
+DEVICE u32 pack(float low, float high) {
+  u32 pair;
+  if constexpr (T == Dtype::f16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 
 // ---- tensor cores ----
 
@@ -101,21 +111,27 @@ DEVICE void ldmatrix4(u32 (&d)[4], u32 address) {
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// Bytes that are read once: past L1, and the neighbouring sectors into L2 at once.
-DEVICE uint4 load_once(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-// Bytes that another warp of the block reads too.
-DEVICE uint4 load_again(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
+// 8 or 16 bytes into WORDS registers, which keep what they had where they are not wanted: a predicate, not a branch.
+// ONCE: bytes that nobody in the block reads again go past L1.
+template <bool ONCE, int WORDS>
+DEVICE void load_if(u32* to, const void* from, bool wanted) {
+  static_assert(WORDS == 2 || WORDS == 4);
+  if constexpr (WORDS == 2)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global.nc.L2::256B.v2.u32 {%0, %1}, [%2];}"
+        : "+r"(to[0]), "+r"(to[1])
+        : "l"(from), "r"(u32(wanted)));
+  else if constexpr (ONCE)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %5, 0;"
+        "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+        : "l"(from), "r"(u32(wanted)));
+  else
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+        : "l"(from), "r"(u32(wanted)));
 }
 
 // 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero.
