@@ -52,17 +52,22 @@ def metadata(plan: Plan) -> dict[str, str]:
     checkpoint = plan.checkpoint
     owner = {name: module.name for module in plan.converted for name in module.members}
     files: dict[str, dict[str, Any]] = {
-        path.name: {"metadata": said, "tensors": []} for path, said in checkpoint.file_metadata.items()
+        _name(path): {"metadata": said, "tensors": []} for path, said in checkpoint.file_metadata.items()
     }
     for t in checkpoint.tensors.values():
         converted = [t.dtype, list(t.shape), owner[t.name]] if t.name in owner else []
-        files[t.file.name]["tensors"].append([t.name, *converted])
+        files[_name(t.file)]["tensors"].append([t.name, *converted])
     given = {name: value for name, value in asdict(checkpoint.options).items() if value != getattr(Options(), name)}
     kept = {"source_files": _dump(files), "source_options": _dump(given)}
     config = checkpoint.path / CONFIG
     if config.is_file():
         kept["source_config"] = config.read_text(encoding="utf-8")
     return kept
+
+
+def _name(file: Path) -> str:
+    """What a file is called when it comes back; those of other containers come back as safetensors."""
+    return file.with_suffix(WEIGHTS).name
 
 
 def _dump(content: object) -> str:

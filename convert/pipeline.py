@@ -97,10 +97,8 @@ def convert(
     with staged(dst) as product, closing(Progress(plan.nbytes, "converting", quiet)) as progress:
         owner = {t.name: m for m in plan.converted for t in m.tensors}
         shards = [
-            _shard(
-                plan, owner, file, [plan.pieces[i] for i in pieces], first=pieces.start == 0, advance=progress.advance
-            )
-            for file, pieces in zip(files, cut, strict=True)
+            _shard(plan, owner, file, plan.pieces[run.start : run.stop], first=run.start == 0, advance=progress.advance)
+            for file, run in zip(files, cut, strict=True)
         ]
         out.write(shards, lambda file: product if is_file(dst) else product / file, workers)
         if not is_file(dst):

@@ -130,10 +130,8 @@ def write(shards: Sequence[Shard], where: Callable[[str], Path], workers: int) -
 
 def write_index(shards: Sequence[Shard], directory: Path, total: int) -> None:
     """``model.safetensors.index.json`` of a directory of several shards; ``total`` in bytes of tensors."""
-    weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
-    write_json(
-        directory / f"model{INDEX}", {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    )
+    weight_map = dict(sorted((entry.name, shard.file) for shard in shards for entry in shard.entries))
+    write_json(directory / f"model{INDEX}", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_json(path: Path, content: object) -> None:
