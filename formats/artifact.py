@@ -3,30 +3,41 @@
     __metadata__["warptile"] = {"version": 1, "modules": {P: spec}}        the modules of this very file
     spec = what the layout records (``kernels.Y.spec``) + "source" (+ "residue")
 
-Reader and writer use one table of keys, and a spec is believed only when the layout, given the outline the spec
-describes, would write that very spec and those very tensors. Layouts are passed in: ``{"marlin": module, ...}``.
+What a spec may say, and when it is believed: ``spec.py``. Layouts are passed in: ``{"marlin": module, ...}``.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from . import strict_json
-from .canonical import ELEMENTS, SCALE_DTYPES, Element, QuantTensor, recode, widened
-from .container import ARTIFACT, Checkpoint, dtype_name, nbytes, open_checkpoint
+from .canonical import ELEMENTS, QuantTensor, recode
+from .container import ARTIFACT, Checkpoint, nbytes, open_checkpoint
 from .errors import CorruptError, UnsupportedError
+from .spec import (
+    NARROW,
+    RESIDUE,
+    Layouts,
+    Spec,
+    as_stored,
+    check_perm,
+    check_spec,
+    check_tensors,
+    denied,
+    module_spec,
+    stored,
+)
 from .strict_json import shown
 
 __all__ = [
+    "NARROW",
     "Artifact",
     "as_stored",
     "config",
@@ -40,59 +51,8 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-Spec = dict[str, Any]
-Layouts = Mapping[str, ModuleType]
 
 VERSION = 1
-NARROW = "narrow"
-"""Key of ``source``: the element whose codes ``--widen`` put into wider fields."""
-RESIDUE = "source."
-"""Prefix of the suffixes under which source tensors are kept that nothing else determines."""
-
-# Names of dtypes in ``layout.expected`` -> safetensors' names.
-STORED_DTYPES = {name: dtype_name(dtype) for name, dtype in SCALE_DTYPES.items()} | {"i32": "I32", "u8": "U8"}
-
-
-def _size(low: int, high: int = 2**31 - 1) -> Callable[[object], bool]:
-    return lambda v: type(v) is int and low <= v <= high
-
-
-def _list(each: Callable[[object], bool], length: int | None = None) -> Callable[[object], bool]:
-    return lambda v: isinstance(v, list) and length in (None, len(v)) and all(map(each, v))
-
-
-def _one_of(*values: object) -> Callable[[object], bool]:
-    return lambda v: any(v is w or (type(v) is type(w) and v == w) for w in values)
-
-
-def _text(v: object) -> bool:
-    return isinstance(v, str) and v != ""
-
-
-# Key of a spec -> (what its value must be, in words; the test). A layout uses some of them.
-KEYS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "layout": ("a name", _text),
-    "element": (" or ".join(ELEMENTS), _one_of(*ELEMENTS)),
-    "signed": ("true or false", _one_of(True, False)),
-    "n": ("1 to 2^31 - 1", _size(1)),
-    "k": ("1 to 2^31 - 1", _size(1)),
-    "n_padded": ("1 to 2^31 - 1", _size(1)),
-    "k_padded": ("1 to 2^31 - 1", _size(1)),
-    "experts": ("null, or 1 to 2^20", lambda v: v is None or _size(1, 2**20)(v)),
-    "group": ("-1, or 1 to 2^31 - 1", lambda v: _one_of(-1)(v) or _size(1)(v)),
-    "scale": (" or ".join(SCALE_DTYPES), _one_of(*SCALE_DTYPES)),
-    "scale_block": ("[rows, columns]", _list(_size(1), 2)),
-    "zero": ('null or "int"', _one_of(None, "int")),
-    "perm": ("true or false", _one_of(True, False)),
-    "bias": ("null, f16, bf16 or f32", _one_of(None, "f16", "bf16", "f32")),
-    "kind": ("a name", _text),
-    "global": ("f32", _one_of("f32")),
-    "shards": ("a list of sizes", _list(_size(1))),
-    "row_order": ('"ggml_rope"', _one_of("ggml_rope")),
-    "source": ("an object with a format", lambda v: isinstance(v, dict) and _text(v.get("format"))),
-    "residue": ("a list of suffixes", _list(_text)),
-}
-OURS = ("source", "residue")  # the keys that are not the layout's
 
 
 @dataclass(frozen=True)
@@ -147,28 +107,6 @@ def refuse_artifact(checkpoint: Checkpoint) -> None:
         raise UnsupportedError("already converted", file=checkpoint.path, do="unpack it first to convert it again")
 
 
-def module_spec(spec: Spec, source: Mapping[str, Any], residue: Iterable[tuple[str, Any, Any]] = ()) -> Spec:
-    """A module's entry in the metadata: the layout's spec, the reader's ``source``, the suffixes of the residue."""
-    kept = {"residue": sorted(suffix for suffix, *_ in residue)}
-    whole = {**spec, "source": dict(source), **(kept if kept["residue"] else {})}
-    for key, value in whole.items():
-        assert KEYS[key][1](value), (key, value)
-    return whole
-
-
-def stored(
-    spec: Spec, layout: ModuleType, residue: Iterable[tuple[str, np.dtype[Any], tuple[int, ...]]] = ()
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """{suffix: (safetensors dtype, shape)} of all tensors of a module: the layout's, then the residue."""
-    packed = {s: (STORED_DTYPES[dtype], shape) for s, (dtype, shape) in layout.expected(spec).items()}
-    return packed | {f"{RESIDUE}{s}": (dtype_name(dtype), tuple(shape)) for s, dtype, shape in sorted(residue)}
-
-
-def as_stored(tensors: Mapping[str, Array], residue: Mapping[str, Array]) -> dict[str, Array]:
-    """The same for arrays: {suffix: array}."""
-    return {**tensors, **{f"{RESIDUE}{suffix}": residue[suffix] for suffix in sorted(residue)}}
-
-
 def metadata(source: Checkpoint, modules: Mapping[str, Spec], *, first: bool = True) -> dict[str, str]:
     """``__metadata__`` of one file of an artifact that holds ``modules``; the first file also tells of the source."""
     out = {"format": "pt", ARTIFACT: _dump({"version": VERSION, "modules": modules})}
@@ -208,19 +146,19 @@ def open_artifact(path: str | os.PathLike[str], layouts: Layouts) -> Artifact:
             modules[name] = spec
     owner: dict[str, str] = {}
     for name, spec in modules.items():
-        _check_spec(checkpoint, name, spec, layouts)
-        for tensor in _check_tensors(checkpoint, name, spec, layouts[spec["layout"]]):
+        check_spec(checkpoint.path, name, spec, layouts)
+        for tensor in check_tensors(checkpoint, name, spec, layouts[spec["layout"]]):
             if tensor in owner:
                 raise CorruptError(
                     "two modules have one tensor", file=checkpoint.path, tensor=tensor, found=f"{owner[tensor]}, {name}"
                 )
             owner[tensor] = name
-        _check_perm(checkpoint, name, spec)
+        check_perm(checkpoint, name, spec)
     rest = tuple(name for name in checkpoint.tensors if name not in owner)
     for name in rest:
         module, inside, _ = name.partition(f".{RESIDUE}")
         if inside and module in modules:
-            raise _denied(checkpoint, module, name)
+            raise denied(checkpoint, module, name)
     source = _source_text(checkpoint, "source_metadata")
     for key, text in source.items():
         if not isinstance(text, str):
@@ -256,92 +194,3 @@ def _modules(file: Path, said: Mapping[str, str]) -> dict[str, Any]:
         found = shown(sorted(unknown)) if unknown else strict_json.kind(modules)
         raise CorruptError("metadata is malformed", file=file, found=found, need="version and modules")
     return modules
-
-
-def _check_spec(checkpoint: Checkpoint, name: str, spec: object, layouts: Layouts) -> None:
-    """Types by the table, then that the layout, given the outline the spec describes, writes that very spec."""
-
-    def corrupt(key: str, need: object) -> CorruptError:
-        found = f"{key} = {shown(repr(spec.get(key, 'nothing')))}" if isinstance(spec, dict) else repr(spec)
-        return CorruptError("the spec is wrong", file=checkpoint.path, tensor=name, found=found, need=need)
-
-    if not isinstance(spec, dict):
-        raise CorruptError("the spec is not an object", file=checkpoint.path, tensor=name, found=strict_json.kind(spec))
-    for key, value in spec.items():
-        if key not in KEYS:
-            raise corrupt(key, "keys of version 1")
-        if not KEYS[key][1](value):
-            raise corrupt(key, KEYS[key][0])
-    if "layout" not in spec or "source" not in spec:
-        raise corrupt("layout" if "layout" not in spec else "source", "it")
-    if spec["layout"] not in layouts:
-        raise UnsupportedError(
-            "unknown layout",
-            file=checkpoint.path,
-            tensor=name,
-            found=shown(spec["layout"]),
-            need=" or ".join(layouts),
-            do="update warptile",
-        )
-    layout = layouts[spec["layout"]]
-    packed = {key: value for key, value in spec.items() if key not in OURS}
-    try:
-        outline = layout.outline(packed)
-    except KeyError as missing:
-        raise corrupt(missing.args[0], KEYS[missing.args[0]][0]) from None
-    reason = layout.accepts(outline)
-    if reason is not None:
-        raise CorruptError("the layout cannot hold it", file=checkpoint.path, tensor=name, found=reason)
-    derived = layout.spec(outline)
-    for key in (*derived, *packed):
-        if key not in derived or packed.get(key, derived) != derived[key]:
-            raise corrupt(key, derived.get(key, f"no such key in {spec['layout']}"))
-    narrow = spec["source"].get(NARROW)
-    if narrow is not None and not _narrower(narrow, outline.element):
-        raise corrupt("source", f"an element narrower than {outline.element.name}")
-
-
-def _narrower(name: object, wide: Element) -> bool:
-    return isinstance(name, str) and name in ELEMENTS and ELEMENTS[name] != wide and widened(ELEMENTS[name]) == wide
-
-
-def _check_tensors(checkpoint: Checkpoint, name: str, spec: Spec, layout: ModuleType) -> Sequence[str]:
-    """The names of the tensors a spec promises, all there; none that the layout could have but the spec denies."""
-    promised = stored(spec, layout)
-    for suffix, need in promised.items():
-        tensor = checkpoint.tensors.get(f"{name}.{suffix}")
-        if tensor is None or (tensor.dtype, tensor.shape) != need:
-            raise CorruptError(
-                f"module {name} and its tensors disagree",
-                file=checkpoint.path,
-                tensor=f"{name}.{suffix}",
-                found="nothing" if tensor is None else f"{tensor.dtype} {shown(list(tensor.shape))}",
-                need=f"{need[0]} {list(need[1])}",
-            )
-    kept = [f"{RESIDUE}{suffix}" for suffix in spec.get("residue", ())]
-    for suffix in kept:
-        if f"{name}.{suffix}" not in checkpoint.tensors:
-            raise CorruptError(
-                f"module {name} lost a tensor", file=checkpoint.path, tensor=f"{name}.{suffix}", found="nothing"
-            )
-    for suffix in layout.MEMBERS:
-        if suffix not in promised and f"{name}.{suffix}" in checkpoint.tensors:
-            raise _denied(checkpoint, name, f"{name}.{suffix}")
-    return [f"{name}.{suffix}" for suffix in (*promised, *kept)]
-
-
-def _denied(checkpoint: Checkpoint, module: str, tensor: str) -> CorruptError:
-    return CorruptError(f"a tensor that the spec of module {module} denies", file=checkpoint.path, tensor=tensor)
-
-
-def _check_perm(checkpoint: Checkpoint, name: str, spec: Spec) -> None:
-    """perm is a permutation of the k logical channels, followed by the padding in its own order."""
-    tensor = checkpoint.tensors.get(f"{name}.perm")
-    if not spec.get("perm") or tensor is None:
-        return
-    perm, k = tensor.array(), spec["k"]
-    padding = np.arange(k, len(perm))
-    if not np.array_equal(np.sort(perm[:k]), np.arange(k)) or not np.array_equal(perm[k:], padding):
-        raise CorruptError(
-            "not a permutation", file=checkpoint.path, tensor=tensor.name, need=f"0 to {k - 1} once each, then padding"
-        )
