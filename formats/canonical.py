@@ -270,7 +270,8 @@ def dequantize(q: QuantTensor, dtype: DTypeLike = np.float32) -> Array:
         logical = np.empty_like(w)
         logical[..., q.perm] = w
         w = logical
-    return w.astype(dtype)
+    with np.errstate(over="ignore"):  # a value beyond dtype is infinite in it
+        return w.astype(dtype)
 
 
 def widened(element: Element) -> Element:

@@ -39,9 +39,7 @@ def full_name(module: str, suffix: str) -> str:
     return f"{module}.{suffix}" if module else suffix
 
 
-def members(
-    checkpoint: Checkpoint, module: str, suffixes: Sequence[str], needed: Collection[str]
-) -> dict[str, Tensor]:
+def members(checkpoint: Checkpoint, module: str, suffixes: Sequence[str], needed: Collection[str]) -> dict[str, Tensor]:
     """The tensors of a module that are there, by suffix, in the order of ``suffixes``. Raises CorruptError when one of
     ``needed`` is not."""
     found = {s: t for s in suffixes if (t := checkpoint.tensors.get(full_name(module, s))) is not None}
@@ -86,10 +84,8 @@ def packed(tensor: Tensor, logical: Tensor | None) -> tuple[list[int], int, int]
 
     Raises CorruptError.
     """
-    if len(tensor.shape) not in (2, 3):
-        raise CorruptError(
-            "packed weights are a matrix", file=tensor.file, tensor=tensor.name, found=list(tensor.shape)
-        )
+    if len(tensor.shape) not in (2, 3) or 0 in tensor.shape:
+        raise CorruptError("not a matrix", file=tensor.file, tensor=tensor.name, found=list(tensor.shape))
     *lead, n, k = *tensor.shape[:-1], 2 * tensor.shape[-1]
     if logical is not None and (said := [int(d) for d in logical.array().reshape(-1)]) != [*lead, n, k]:
         odd = bool(said) and said[-1] % 2 == 1

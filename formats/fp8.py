@@ -237,8 +237,8 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
         )
     (scale,) = found
     checks.dtype(scale, *(d for d in SCALES if d != "U8" or label.get("scale_fmt") == "ue8m0"))
-    if len(weight.shape) not in (2, 3):
-        raise CorruptError("an FP8 weight is a matrix", file=weight.file, tensor=weight.name, found=list(weight.shape))
+    if len(weight.shape) not in (2, 3) or 0 in weight.shape:
+        raise CorruptError("not a matrix", file=weight.file, tensor=weight.name, found=list(weight.shape))
     *lead, n, _ = weight.shape
     values = scale.array().view(SCALE_DTYPES[SCALES[scale.dtype]]).astype(np.float64)
     checks.finite(scale, values)

@@ -202,9 +202,10 @@ def _under(scales: Array, k: int) -> Array:
 def _parts(checkpoint: Checkpoint, module: str) -> Parts:
     tensors = checkpoint.tensors
     checks.choice("--nan", checkpoint.options.nan, "zero")
-    candidates = [tensors[module + names.packed] for names in (*NAMES, ALONG_OUT) if module + names.packed in tensors]
-    packed = next(t for t in candidates if _module(checkpoint, t) is not None)
-    _, names = _module(checkpoint, packed) or (module, ALONG_OUT)
+    named = ((tensors.get(module + names.packed), names) for names in (*NAMES, ALONG_OUT))
+    packed, names = next(
+        (t, names) for t, names in named if t is not None and _module(checkpoint, t) == (module, names)
+    )
     checks.as_published(checkpoint, packed)
     if names is ALONG_OUT:
         raise UnsupportedError(
@@ -218,7 +219,7 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
     checks.dtype(scale, *BYTES)
     logical = tensors.get(module + ".weight_shape")
     if names.blocked:
-        if len(packed.shape) not in (3, 4) or packed.shape[-1] != GROUP // 2:
+        if len(packed.shape) not in (3, 4) or packed.shape[-1] != GROUP // 2 or 0 in packed.shape:
             raise CorruptError(
                 "blocks are 16 bytes of 32 codes",
                 file=packed.file,

@@ -106,6 +106,12 @@ def test_recode_keeps_every_value() -> None:
     assert widened(ELEMENTS["u8"]) is ELEMENTS["u8"]
 
 
+def test_a_value_beyond_the_dtype_is_infinite_in_it() -> None:
+    q = tensor(codes=np.full((6, 10), 15, np.uint8), scales=(Level(np.full((6, 3), 3e38, np.float32), (1, 4)),))
+    assert np.isinf(dequantize(q)).all()
+    assert np.isfinite(dequantize(q, np.float64)).all()
+
+
 def test_same_names_the_part_that_differs() -> None:
     q = tensor(zero=np.ones((6, 3), np.uint8), perm=np.arange(10, dtype=np.int32), bias=np.zeros(6, np.float16))
     assert same(q, tensor(zero=np.ones((6, 3), np.int64), perm=q.perm, bias=q.bias)) is None

@@ -264,7 +264,8 @@ BAD = {
                    r"a block size is no pair of positive numbers; found \[\[128\]\]"),
     "zero points": ({W: weight(N, K), S: factors(2, 3), "a.weight_zero_point": np.ones(1, E4M3)}, BLOCKS, CorruptError,
                     r"zero points beside FP8 codes; found 1 of 1"),
-    "no matrix": ({W: weight(N), S: factors()}, {}, CorruptError, r"an FP8 weight is a matrix; found \[200\]"),
+    "no matrix": ({W: weight(N), S: factors()}, {}, CorruptError, r"a\.weight: not a matrix; found \[200\]"),
+    "no rows": ({W: weight(0, K), S: factors()}, {}, CorruptError, r"a\.weight: not a matrix; found \[0, 300\]"),
     "experts apart, their scales together": (
         {"a.mlp.experts.0.up_proj.weight": weight(128, 128), "a.mlp.experts.gate_up_proj_scale_inv": factors(1, 2, 1)},
         BLOCKS, UnsupportedError, r"scales in one tensor; found a\.mlp\.experts\.gate_up_proj_scale_inv"),

@@ -131,6 +131,10 @@ BAD = {
         EXPERTS, arrays(EXPERTS, 2, 8, 64) | {f"{EXPERTS}_scales": np.ones((2, 8, 2), np.float32)}, {},
         UnsupportedError, r"unexpected dtype; found F32; need U8 or F8_E8M0",
     ),
+    "no rows": (
+        "up", {"up.weight_packed": np.zeros((0, 32), np.uint8), "up.weight_scale": np.zeros((0, 2), np.uint8)}, {},
+        CorruptError, r"not a matrix; found \[0, 32\]",
+    ),
     "bias": (
         "up", arrays("up", 8, 64) | {"up.bias": np.zeros(9, BF16)}, {}, CorruptError, r"found \[9\]; need \[8\]",
     ),

@@ -198,7 +198,7 @@ BAD = {
         changed(LLM_COMPRESSOR, weight_shape=np.array([8, 63])), {}, CorruptError,
         r"odd number of input channels cannot be packed two a byte; found \[8, 63\]"),
     "no matrix": (
-        changed(MODELOPT, weight=np.zeros(32, np.uint8)), {}, CorruptError, r"weights are a matrix; found \[32\]"),
+        changed(MODELOPT, weight=np.zeros(32, np.uint8)), {}, CorruptError, r"not a matrix; found \[32\]"),
     "bias": (changed(MODELOPT, bias=np.zeros(9, BF16)), {}, CorruptError, r"found \[9\]; need \[8\]"),
     "swizzled by its label": (
         changed(MODELOPT), {"quantization": {"scale_layout": "swizzled_128x4"}}, UnsupportedError,
