@@ -192,17 +192,25 @@ def _module(
 ) -> Module:
     outline: Outline = sources()[reader].describe(checkpoint, name)
     wide = replace(outline, element=widened(outline.element)) if widen else outline
-    refusal = layouts()[layout].accepts(wide)
+    kernel = layouts()[layout]
+    refusal = kernel.accepts(wide) or _stranger(checkpoint, name, members, kernel)
     if refusal is not None:
         as_they_are = (checkpoint.tensors[member] for member in members)
         tensors = tuple(Stored(t.name, t.dtype, t.shape, t.nbytes) for t in as_they_are)
         return Module(name, reader, members, outline, None, refusal, tensors)
-    spec = artifact.module_spec(layouts()[layout].spec(wide), foretold_source(outline, wide), outline.residue)
+    spec = artifact.module_spec(kernel.spec(wide), foretold_source(outline, wide), outline.residue)
     tensors = tuple(
         Stored(f"{name}.{suffix}", dtype, shape, artifact.nbytes(dtype, shape))
-        for suffix, (dtype, shape) in artifact.stored(spec, layouts()[layout], outline.residue).items()
+        for suffix, (dtype, shape) in artifact.stored(spec, kernel, outline.residue).items()
     )
     return Module(name, reader, members, outline, spec, None, tensors)
+
+
+def _stranger(checkpoint: Checkpoint, name: str, members: tuple[str, ...], kernel: ModuleType) -> str | None:
+    """Why a module cannot be written: a tensor that is not its own has the name of a part of it."""
+    names = (f"{name}.{suffix}" for suffix in kernel.MEMBERS)
+    strangers = [n for n in names if n in checkpoint.tensors and n not in members]
+    return f"{strangers[0]} is not part of the module and would be taken for it" if strangers else None
 
 
 def foretold_source(outline: Outline, wide: Outline) -> dict[str, Any]:

@@ -173,6 +173,13 @@ def test_a_module_the_layout_refuses_passes_through_with_its_reason(make_directo
     assert not src.with_name("strict").exists()
 
 
+def test_a_tensor_with_the_name_of_a_part_keeps_its_module_as_it_is(make_directory, plain_tensors):
+    src = make_directory(tensors=plain_tensors() | {f"{K_PROJ}.perm": np.zeros(3, np.int32)})
+    result = convert(src, to="marlin")
+    assert [(m.name, f"{K_PROJ}.perm" in (m.refusal or "")) for m in result.plan.refused] == [(K_PROJ, True)]
+    verify(result.dst, src)
+
+
 def test_none_converted_is_an_error_that_leaves_nothing(make_directory):
     src = make_directory(bits=2)
     with pytest.raises(UnsupportedError, match="--widen"):
