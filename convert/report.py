@@ -56,6 +56,10 @@ def _some(names: Sequence[str]) -> str:
     return f" ({names[0]})" if len(names) == 1 else f" ({len(names)} modules: {names[0]}, ..)"
 
 
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
 def _shape(n: int, k: int, experts: int | None) -> str:
     return f"{n} x {k}" if experts is None else f"{experts} x {n} x {k}"
 
@@ -115,7 +119,9 @@ def _(result: Result) -> str:
     shards = f" in {len(result.files)} shards" if len(result.files) > 1 else ""
     if result.written:
         lines.append(
-            printable(f"{result.dst}: {len(plan.converted)} {plan.layout} modules, {size(plan.nbytes)}{shards}")
+            printable(
+                f"{result.dst}: {_count(len(plan.converted), f'{plan.layout} module')}, {size(plan.nbytes)}{shards}"
+            )
         )
     else:
         lines.append(
@@ -177,7 +183,7 @@ def _(contents: Contents) -> str:
         for x in contents.linears
     ]
     what = "layout" if contents.kind == "artifact" else "source"
-    lines = [printable(f"{contents.path}: {contents.kind}, {len(rows)} quantised modules")]
+    lines = [printable(f"{contents.path}: {contents.kind}, {_count(len(rows), 'quantised module')}")]
     lines += table(("module", what, "element", "out x in", "group", "scales", "with", "size"), rows) if rows else []
     refused: dict[str, list[str]] = defaultdict(list)
     for x in contents.linears:
@@ -202,9 +208,9 @@ def _(contents: Contents) -> dict[str, Any]:
 @text.register
 def _(result: Verified) -> str:
     if result.against is None:
-        return printable(f"{result.path}: {result.modules} modules repack to the same bytes")
+        return printable(f"{result.path}: {_count(result.modules, 'module')} unpacked and packed to the same bytes")
     return printable(
-        f"{result.path}: {result.modules} modules and {result.passed_through} other tensors equal {result.against}"
+        f"{result.path}: {_count(result.modules, 'module')} and {_count(result.passed_through, 'other tensor')}, equal to {result.against}"
     )
 
 
@@ -217,8 +223,8 @@ def _(result: Verified) -> dict[str, Any]:
 @text.register
 def _(result: Unpacked) -> str:
     return printable(
-        f"{result.dst}: {result.restored} modules restored, {result.passed_through} other tensors,"
-        f" {size(result.nbytes)} in {len(result.files)} files"
+        f"{result.dst}: {_count(result.restored, 'module')} restored, {_count(result.passed_through, 'other tensor')},"
+        f" {size(result.nbytes)} in {_count(len(result.files), 'file')}"
     )
 
 

@@ -97,8 +97,8 @@ def test_verify_and_unpack_report(run, make_directory):
     src = make_directory()
     run("gptq-to-marlin", src)
     dst = src.with_name("model-marlin")
-    assert "2 modules repack to the same bytes" in run("verify", dst)
-    assert "2 modules and 3 other tensors equal" in run("verify", dst, "--against", src)
+    assert "2 modules unpacked and packed to the same bytes" in run("verify", dst)
+    assert "2 modules and 3 other tensors, equal to" in run("verify", dst, "--against", src)
     assert json.loads(run("verify", dst, "--against", src, "--json"))["equal"] is True
     assert json.loads(run("unpack", dst, src.with_name("back"), "--json"))["restored"] == 2
 
