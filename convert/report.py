@@ -207,11 +207,11 @@ def _(contents: Contents) -> dict[str, Any]:
 
 @text.register
 def _(result: Verified) -> str:
+    modules = _count(result.modules, "module")
     if result.against is None:
-        return printable(f"{result.path}: {_count(result.modules, 'module')} unpacked and packed to the same bytes")
-    return printable(
-        f"{result.path}: {_count(result.modules, 'module')} and {_count(result.passed_through, 'other tensor')}, equal to {result.against}"
-    )
+        return printable(f"{result.path}: {modules} unpacked and packed to the same bytes")
+    others = _count(result.passed_through, "other tensor")
+    return printable(f"{result.path}: {modules} and {others}, equal to {result.against}")
 
 
 @data.register
