@@ -158,7 +158,7 @@ class Cuda:
             lane = self._lanes.of(stream)
             with lane.lock:
                 if isinstance(bound, Dense):
-                    multiply(bound, part, to, expert, lane, stream)
+                    _multiply(bound, module, part, to, expert, lane, stream)
                 else:
                     _launch(bound, stream, part, to, expert or 0, lane)
             self._lanes.settle(lane)
@@ -314,6 +314,13 @@ def _launch(bound: Bound, stream: int, x: Operand, out: Operand, expert: int, la
     except RuntimeError:
         lane.reset()
         raise
+
+
+def _multiply(d: Dense, module: Module, x: Operand, out: Operand, expert: int | None, lane: Lane, stream: int) -> None:
+    try:
+        multiply(d, x, out, expert, lane, stream)
+    except RuntimeError as error:
+        raise RuntimeError(f"{module.name}: cuBLAS: {error}; m={x.rows}, n={module.n}, k={module.k}") from error
 
 
 def _slice(x: Operand, start: int) -> Operand:
