@@ -17,6 +17,7 @@ import os
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
 QUANTIZATION = "quantization_config"
 ARTIFACT = "warptile"
 """The metadata key by which our own files are known."""
+
+READERS = {".onnx": "onnx_file"}
+"""Files of other kinds, by suffix -> the module whose ``fill(checkpoint)`` takes them in."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 OTHER_WEIGHTS = (*PICKLES, ".h5", ".msgpack", ".gguf", ".onnx")
@@ -96,7 +100,10 @@ def open_checkpoint(path: str | os.PathLike[str], options: Options | None = None
     except OSError as e:
         raise WarptileError("cannot be read", file=path, found=e.strerror) from None
     checkpoint = Checkpoint(path, {}, options=options or Options())
-    if directory:
+    reader = READERS.get(path.suffix.lower())
+    if reader is not None and not directory:
+        import_module(f".{reader}", __package__).fill(checkpoint)
+    elif directory:
         listing = _listing(path)
         files = _weights(checkpoint, path, listing)
         _configure(checkpoint, path, listing)
@@ -144,7 +151,7 @@ def _weights(checkpoint: Checkpoint, directory: Path, listing: list[str]) -> set
     if not present:
         raise _no_weights(directory, listing)
     for name in present:
-        _check_inside(directory, name)
+        check_inside(directory, name)
     files = set(present)
     if len(present) > 1:
         files -= _artifacts(directory, present)
@@ -196,7 +203,7 @@ def _index(directory: Path, listing: list[str]) -> str | None:
 def _weight_map(directory: Path, index: str) -> dict[str, str]:
     """{tensor: shard} of an index; every shard is a plain file name."""
     file = directory / index
-    _check_inside(directory, index)
+    check_inside(directory, index)
     weight_map = _read_json(file, MAX_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError("the index has no weight_map", file=file, found=strict_json.kind(weight_map))
@@ -225,7 +232,7 @@ def _add_indexed(checkpoint: Checkpoint, directory: Path, index: str) -> set[str
             raise CorruptError(
                 "a shard is missing", file=directory / shard, need=f"it, by {index}", do="download it again"
             )
-        _check_inside(directory, shard)
+        check_inside(directory, shard)
     for shard, names in sorted(promised.items()):
         file = directory / shard
         tensors = _add(checkpoint, file)
@@ -250,7 +257,8 @@ def _inside(directory: Path, name: str) -> bool:
     return cached and target.is_relative_to(repository / "blobs")
 
 
-def _check_inside(directory: Path, name: str) -> None:
+def check_inside(directory: Path, name: str) -> None:
+    """Refuse a file that a link takes out of its directory. Raises CorruptError."""
     if not _inside(directory, name):
         raise CorruptError(
             "a link that leads out of its directory",
@@ -280,7 +288,7 @@ def _configure(checkpoint: Checkpoint, directory: Path, listing: list[str]) -> N
     """Find config.json and the quantisation config among the files of a directory."""
     names = [name for name in (*QUANTIZATION_FILES, CONFIG) if name in listing]
     for name in names:
-        _check_inside(directory, name)
+        check_inside(directory, name)
     configs = {name: _read_json(directory / name, MAX_CONFIG) for name in names}
     checkpoint.config = configs.get(CONFIG, {})
     inner = checkpoint.config.get(QUANTIZATION)
