@@ -1,0 +1,263 @@
+"""ONNX models: initializers as named byte views, and the nodes that use them.
+
+The ``onnx`` package parses everything but the bytes of weights: the graph without its initializers, and every
+initializer's header. A small walk over the protobuf fields finds where the bytes lie, so that they are mapped like any
+other file's and a model is never read whole. Field numbers are those of onnx.proto: ModelProto.graph 7,
+GraphProto.initializer 5, TensorProto.raw_data 9.
+
+A checkpoint has its ``tensors`` in file order, and as ``quantization``
+
+    {"quant_method": "onnx", "opsets": {domain: version}, "nodes": [{"op", "domain", "inputs", "attributes"}, ..]}
+
+with the nodes, those of inner graphs too, that take an initializer, and the whole numbers and texts among their
+attributes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .container import Checkpoint, check_inside
+from .errors import CorruptError, UnsupportedError, WarptileError
+from .tensor import Tensor, nbytes
+
+Array = NDArray[Any]
+Span = tuple[int, int]
+
+GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9
+EXTERNAL = 1
+"""TensorProto.data_location."""
+
+# TensorProto.DataType -> safetensors' name
+DTYPES = {
+    **{1: "F32", 2: "U8", 3: "I8", 4: "U16", 5: "I16", 6: "I32", 7: "I64", 9: "BOOL", 10: "F16", 11: "F64"},
+    **{12: "U32", 13: "U64", 14: "C64", 16: "BF16", 17: "F8_E4M3", 18: "F8_E4M3FNUZ", 19: "F8_E5M2"},
+    **{20: "F8_E5M2FNUZ", 24: "F8_E8M0"},
+}
+# Those of less than a byte, which pass as bytes: -> bits
+NARROW = {21: 4, 22: 4, 23: 4, 25: 2, 26: 2}
+
+
+@dataclass(frozen=True)
+class Held(Tensor):
+    """A small initializer whose values are protobuf numbers and not bytes of the file."""
+
+    data: bytes = b""
+
+    def raw(self) -> Array:
+        """uint8 [nbytes], read-only."""
+        return np.frombuffer(self.data, np.uint8)
+
+
+def fill(checkpoint: Checkpoint) -> None:
+    """Take in the model at ``checkpoint.path``.
+
+    Raises:
+        WarptileError: the ``onnx`` package is missing, or the file cannot be read.
+        CorruptError: not a model, truncated, or external data that is missing, short or outside its directory.
+        UnsupportedError: initializers of a type that has no bytes, or not a regular file.
+    """
+    onnx = _package(checkpoint.path)
+    path = checkpoint.path
+    if not path.is_file():
+        raise UnsupportedError("not a regular file", file=path, need="an .onnx file")
+    try:
+        with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            model, spans = _skeleton(onnx, data, path)
+            for span in spans:
+                _add(checkpoint, onnx, data, span)
+    except (OSError, ValueError) as e:
+        raise WarptileError("cannot be read", file=path, found=getattr(e, "strerror", None) or e) from None
+    if model.graph.sparse_initializer:
+        checkpoint.note("", f"{len(model.graph.sparse_initializer)} sparse initializers belong to the graph")
+    nodes = _nodes(checkpoint, onnx, model.graph)
+    checkpoint.quantization = {
+        "quant_method": "onnx",
+        "opsets": {opset.domain: opset.version for opset in model.opset_import},
+        "nodes": [node for node in nodes if not checkpoint.tensors.keys().isdisjoint(node["inputs"])],
+    }
+    checkpoint.quantization_file = path.name
+    for file in dict.fromkeys([path, *(tensor.file for tensor in checkpoint.tensors.values())]):
+        checkpoint.file_metadata[file] = {}
+
+
+def _package(path: Path) -> Any:
+    try:
+        import onnx
+    except ImportError:
+        raise WarptileError(
+            "an ONNX model needs the onnx package", file=path, do="pip install 'warptile[onnx]'"
+        ) from None
+    return onnx
+
+
+def _skeleton(onnx: Any, data: mmap.mmap, path: Path) -> tuple[Any, list[Span]]:
+    """(the model without initializers, where each initializer is)."""
+    kept, spans = [], []
+    graph = []
+    for number, whole, inner in _fields(data, (0, len(data)), path):
+        if number != GRAPH:
+            kept.append(data[slice(*whole)])
+            continue
+        for field, part, body in _fields(data, inner, path):
+            if field == INITIALIZER:
+                spans.append(body)
+            else:
+                graph.append(data[slice(*part)])
+    model = _parse(onnx.ModelProto(), b"".join(kept), path)
+    if not model.opset_import or not graph:
+        raise CorruptError("not an ONNX model", file=path, need="a graph and its operator sets")
+    _parse(model.graph, b"".join(graph), path)
+    return model, spans
+
+
+def _parse(message: Any, data: bytes, path: Path) -> Any:
+    from google.protobuf.message import DecodeError
+
+    try:
+        message.ParseFromString(data)
+    except DecodeError as e:
+        raise CorruptError("not an ONNX model", file=path, found=str(e).splitlines()[0]) from None
+    return message
+
+
+def _fields(data: mmap.mmap, span: Span, path: Path) -> Iterator[tuple[int, Span, Span]]:
+    """(number, the whole field, its value) of each protobuf field in a span."""
+    at, end = span
+    while at < end:
+        start = at
+        key, at = _varint(data, at, end, path)
+        kind = key & 7
+        if kind == 2:
+            length, at = _varint(data, at, end, path)
+        elif kind == 0:
+            _, after = _varint(data, at, end, path)
+            length = after - at
+        else:
+            length = {1: 8, 5: 4}.get(kind, end)  # groups are not in ONNX
+        if length > end - at:
+            raise CorruptError(
+                "not an ONNX model, or a truncated one",
+                file=path,
+                found=f"{length} bytes at byte {at} of a part that ends at {end}",
+                do="download or copy it again",
+            )
+        yield key >> 3, (start, at + length), (at, at + length)
+        at += length
+
+
+def _varint(data: mmap.mmap, at: int, end: int, path: Path) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 64, 7):
+        if at >= end:
+            break
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise CorruptError("not an ONNX model, or a truncated one", file=path, found=f"an unfinished number at byte {at}")
+
+
+def _add(checkpoint: Checkpoint, onnx: Any, data: mmap.mmap, span: Span) -> None:
+    """Take in one initializer."""
+    path, header, raw = checkpoint.path, [], None
+    for number, whole, body in _fields(data, span, path):
+        if number == RAW_DATA:
+            raw = body
+        else:
+            header.append(data[slice(*whole)])
+    proto = _parse(onnx.TensorProto(), b"".join(header), path)
+    name, shape = proto.name, tuple(proto.dims)
+    if name in checkpoint.tensors or not name or min(shape, default=0) < 0:
+        raise CorruptError(
+            "an initializer needs a name of its own and a shape", file=path, tensor=name or None, found=list(shape)
+        )
+    bits = NARROW.get(proto.data_type)
+    dtype = "U8" if bits else DTYPES.get(proto.data_type)
+    if dtype is None or (bits and raw is None and proto.data_location != EXTERNAL):
+        kinds = {number: kind for kind, number in onnx.TensorProto.DataType.items()}
+        kind = kinds.get(proto.data_type, proto.data_type)
+        raise UnsupportedError("an initializer without bytes", file=path, tensor=name, found=kind)
+    if bits:
+        checkpoint.note("", f"{name} has {bits}-bit values, shape {list(shape)}: it passes through as bytes")
+        shape = (-(-prod(shape) * bits // 8),)
+    if proto.data_location == EXTERNAL:
+        tensor = _external(checkpoint, proto, dtype, shape)
+    elif raw is not None:
+        tensor = Tensor(name, dtype, shape, path, raw[0], raw[1] - raw[0])
+    else:
+        held = onnx.numpy_helper.to_array(proto).tobytes()
+        tensor = Held(name, dtype, shape, path, span[0], len(held), held)
+    if tensor.nbytes != nbytes(dtype, shape):
+        raise CorruptError(
+            "an initializer's bytes are not those of its shape",
+            file=tensor.file,
+            tensor=name,
+            found=f"{tensor.nbytes} bytes",
+            need=f"{nbytes(dtype, shape)} for {dtype} {list(shape)}",
+        )
+    checkpoint.tensors[name] = tensor
+
+
+def _external(checkpoint: Checkpoint, proto: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """An initializer in a file of its own, or in one that it shares; the place is relative to the model's directory."""
+    said = {entry.key: entry.value for entry in proto.external_data}
+    location = said.get("location", "")
+    where: dict[str, Any] = {"file": checkpoint.path, "tensor": proto.name}
+    place = PurePosixPath(location)
+    if not place.parts or place.is_absolute() or ".." in place.parts or any(c in location for c in "\\:\0"):
+        raise CorruptError(
+            "external data outside the model's directory",
+            **where,
+            found=repr(location),
+            need="a file beside the model",
+            do="do not trust this model",
+        )
+    file = checkpoint.path.parent / place
+    if not os.path.lexists(file):
+        raise CorruptError("external data is missing", **where, need=location, do="put the file beside the model")
+    check_inside(checkpoint.path.parent, location)
+    if not file.is_file():
+        raise CorruptError("external data is not a regular file", **where, found=location)
+    offset, length = said.get("offset", "0"), said.get("length", str(nbytes(dtype, shape)))
+    if not (offset.isascii() and offset.isdigit() and length.isascii() and length.isdigit()):
+        raise CorruptError("external data without a place", **where, found=f"offset {offset!r}, length {length!r}")
+    size = file.stat().st_size
+    if int(offset) + int(length) > size:
+        raise CorruptError(
+            "external data is truncated",
+            **where,
+            found=f"{size} bytes in {location}",
+            need=f"{int(offset) + int(length)}",
+            do="download or copy it again",
+        )
+    return Tensor(proto.name, dtype, shape, file, int(offset), int(length))
+
+
+def _nodes(checkpoint: Checkpoint, onnx: Any, graph: Any) -> Iterator[dict[str, Any]]:
+    """Every node, those of inner graphs (branches, loop bodies) after the one that has them."""
+    for node in graph.node:
+        attributes: dict[str, int | str] = {}
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.INT:
+                attributes[attribute.name] = attribute.i
+            elif attribute.type == onnx.AttributeProto.STRING:
+                attributes[attribute.name] = attribute.s.decode("utf-8", "replace")
+        yield {"op": node.op_type, "domain": node.domain, "inputs": list(node.input), "attributes": attributes}
+        for attribute in node.attribute:
+            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
+                if inner.initializer:
+                    checkpoint.note(
+                        "", f"{len(inner.initializer)} initializers inside {node.op_type} belong to its graph"
+                    )
+                yield from _nodes(checkpoint, onnx, inner)
