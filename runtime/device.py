@@ -58,19 +58,21 @@ def current(index: int) -> Iterator[None]:
 
 
 def _facts(index: int) -> plans.Device:
+    from cuda.bindings import driver
     from cupy.cuda import runtime
 
     def attribute(name: str) -> int:
-        return int(runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), index))
+        number = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(runtime.deviceGetAttribute(int(number), index))
 
     try:
         nvrtc = build.nvrtc_version()
     except UnsupportedError:
         nvrtc = (0, 0)
     return plans.Device(
-        arch=attribute("ComputeCapabilityMajor") * 10 + attribute("ComputeCapabilityMinor"),
-        sms=attribute("MultiProcessorCount"),
-        shared=attribute("MaxSharedMemoryPerBlockOptin"),
+        arch=attribute("COMPUTE_CAPABILITY_MAJOR") * 10 + attribute("COMPUTE_CAPABILITY_MINOR"),
+        sms=attribute("MULTIPROCESSOR_COUNT"),
+        shared=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         nvrtc=nvrtc,
     )
 
@@ -302,6 +304,7 @@ class Cuda:
             cupy.cuda.runtime.deviceSynchronize()
             self._bound.clear()
             self._dense.clear()
+            self._pool.free_all_blocks()
             self._weights.clear()
             self._lanes.clear()
             self._kernels.close()

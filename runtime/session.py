@@ -56,7 +56,7 @@ class Explanation:
 class Session:
     """Maps an artifact and multiplies with its linears.
 
-    ``source`` is an artifact's file or directory, or an artifact already open. ``device`` is ``cuda:<i>`` or ``cpu``;
+    ``path`` is an artifact's file or directory, or an artifact already open. ``device`` is ``cuda:<i>`` or ``cpu``;
     by default the first CUDA device, and the NumPy reference backend where there is none. ``cubins`` is a folder of
     kernels built beforehand (default: the environment variable WARPTILE_CUBINS). ``scratch_limit`` caps, in bytes,
     the scratch memory kept between calls; what a captured graph uses is kept whatever the cap.
@@ -67,13 +67,12 @@ class Session:
 
     def __init__(
         self,
-        source: str | os.PathLike[str] | Artifact,
+        path: str | os.PathLike[str] | Artifact,
         device: str | None = None,
-        *,
         cubins: str | os.PathLike[str] | None = None,
         scratch_limit: int = SCRATCH_LIMIT,
     ) -> None:
-        artifact = open_artifact(source, layouts()) if isinstance(source, (str, os.PathLike)) else source
+        artifact = open_artifact(path, layouts()) if isinstance(path, (str, os.PathLike)) else path
         self._catalog = Catalog(artifact)
         self._live: Backend | None = _open(self._catalog, device, cubins, scratch_limit)
 

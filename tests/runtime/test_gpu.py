@@ -292,6 +292,7 @@ def test_torch_in_torch_out_on_torchs_stream(torch, session, dtype):
     x = random_x((40, 520), dtype)
     there = torch.from_numpy(np.float32(x)).to("cuda", getattr(torch, dtype))
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         late = there * 0
         torch.cuda._sleep(20_000_000)
