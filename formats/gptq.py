@@ -103,9 +103,10 @@ def _ours(checkpoint: Checkpoint, module: str, present: set[str], named: str | N
         return bool(present & {"qweight", "qzeros", "g_idx"}) or ("scales" in present and "weight" not in present)
     if not {"qweight", "scales"} <= present:
         return named is None and bool(present & {"qweight", "qzeros"})
-    columns, n = (checkpoint.tensors[full_name(module, s)].shape[-1:] for s in ("qweight", "scales"))
+    qweight, scales = (checkpoint.tensors[full_name(module, s)] for s in ("qweight", "scales"))
+    columns, n = qweight.shape[-1:], scales.shape[-1:]
     same, awq = columns == n, n == tuple(8 * c for c in columns)
-    return same if named else not awq
+    return same and qweight.dtype in WORDS if named else not awq
 
 
 def describe(checkpoint: Checkpoint, module: str) -> Outline:
