@@ -103,7 +103,7 @@ class Catalog:
     def module(self, name: str) -> Module:
         """By name, with or without ``.weight``. Raises KeyError naming close matches, or what its reader refused."""
         short = name.removesuffix(".weight")
-        found = self.modules.get(name) or self.modules.get(short)
+        found = self.modules.get(name) or self.modules.get(short) or self.modules.get(f"{name}.weight")
         if found is not None:
             return found
         if short in self._refused:
