@@ -92,7 +92,7 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
         inputs = _inputs(node)
         b = inputs.get("B", "")
         if b not in checkpoint.tensors:
-            checkpoint.note("", f"{b or 'B'} is computed at run time: its {OP} stays as it is")
+            checkpoint.note("", f"{b or 'B'} is no initializer: its {OP} stays as it is")
             continue
         first = by_b.setdefault(b, node)
         if first is not node:

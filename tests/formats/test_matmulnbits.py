@@ -18,6 +18,7 @@ from warptile.formats import matmulnbits, sources
 from warptile.formats.canonical import dequantize
 from warptile.formats.container import Checkpoint, open_checkpoint
 from warptile.formats.errors import CorruptError, UnsupportedError
+from warptile.runtime import Session
 
 onnx = pytest.importorskip("onnx")
 
@@ -236,6 +237,28 @@ def test_names(tmp_path: Path) -> None:
         assert np.array_equal(dequantize(matmulnbits.read(given, module), np.float64), one.dense)
 
 
+@pytest.mark.parametrize("k", [96, 512])
+def test_names_of_other_formats_do_not_make_it_theirs(k: int, tmp_path: Path) -> None:
+    """With 512 channels in blocks of 32 the last extents are those of codes packed along k."""
+    names = {"B": "p.qweight", "scales": "p.scales", "zero_points": "p.qzeros"}
+    one = node(k=k, n=16, zeros=True)
+    given = opened(tmp_path, model(Node(one.arrays, one.attributes, one.dense, names=names)))
+    assert [name for name, reader in sources().items() if reader.modules(given)] == ["matmulnbits"]
+    assert np.array_equal(dequantize(check_source(matmulnbits, given, "p"), np.float64), one.dense)
+
+
+def test_a_session_answers_to_the_weights_name_and_to_the_layers(tmp_path: Path) -> None:
+    artifact = tmp_path / "a.safetensors"
+    convert(ROOT / "tests" / "data" / "ort_b32_asym" / "model.onnx", artifact, to="marlin")
+    expected = np.load(ROOT / "tests" / "data" / "ort_b32_asym" / "expected.npz")
+    with Session(artifact, device="cpu") as session:
+        for name in ("fc1", "fc1.weight"):
+            assert np.array_equal(session.dequantize(name), expected["fc1"])
+        assert session.tensor("fc1.bias").shape == (704,)
+        with pytest.raises(KeyError, match="fc1"):
+            session.dequantize("fc1.weights")
+
+
 def test_what_a_node_says_is_kept(tmp_path: Path) -> None:
     given = opened(tmp_path, model(node().said(accuracy_level=4, weight_prepacked=0)))
     source = matmulnbits.read(given, "fc.weight").source
@@ -271,7 +294,7 @@ def test_a_weight_computed_at_run_time_stays(tmp_path: Path) -> None:
     proto.input[1] = "somewhere"
     given = opened(tmp_path, model(node(), more=[proto], extra=computed.initializers()))
     assert list(matmulnbits.modules(given)) == ["fc.weight"]
-    assert ("", "somewhere is computed at run time: its MatMulNBits stays as it is") in given.notes
+    assert ("", "somewhere is no initializer: its MatMulNBits stays as it is") in given.notes
 
 
 def sharing() -> Any:
