@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from warptile.formats import fragment
-from warptile.formats.bits import pack_stream, unpack_stream
+from warptile.formats.bits import pack_ragged, pack_stream, unpack_ragged, unpack_stream
 from warptile.formats.fragment import SCALE_COLUMNS, TILES, reorder, restore
 
 
@@ -24,6 +24,16 @@ def test_stream_is_one_little_endian_integer(bits: int, words32: int, seed: int)
         number = sum(int(c) << (bits * i) for i, c in enumerate(codes[row]))
         assert words[row].tobytes() == number.to_bytes(count * bits // 8, "little")
     np.testing.assert_array_equal(unpack_stream(words.view(np.int32), bits), codes)
+
+
+@given(st.integers(1, 8), st.integers(1, 70), st.integers(0, 2**32))
+def test_a_stream_of_any_length_ends_in_zero_bits(bits: int, count: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 2**bits, (2, count), dtype=np.uint8)
+    words = pack_ragged(codes, bits)
+    for row in range(2):
+        number = sum(int(c) << (bits * i) for i, c in enumerate(codes[row]))
+        assert words[row].tobytes() == number.to_bytes(-(-count * bits // 32) * 4, "little")
+    np.testing.assert_array_equal(unpack_ragged(words.view(np.int32), bits, count), codes)
 
 
 def test_stream_takes_transposed_views() -> None:
