@@ -141,6 +141,14 @@ def test_a_lone_file_is_told_by_its_shapes_and_what_was_assumed_is_recorded(tmp_
     assert q.source["assumed"] == assumed
 
 
+def test_a_lone_file_of_one_group(tmp_path: Path) -> None:
+    case = awq_case(-1)
+    given = open_checkpoint(case.save_lone(tmp_path))
+    q = check_source(awq, given, "layer")
+    assert np.array_equal(dequantize(q, np.float64), case.dense)
+    assert ("layer", "assumed group size -1 from the shapes") in given.notes
+
+
 def test_the_switch_for_groups_wins_over_the_label(tmp_path: Path) -> None:
     case = awq_case(64, k=112)
     given = open_checkpoint(case.save(tmp_path, group_size=32), Options(group_size=64))

@@ -309,14 +309,14 @@ def test_patterns_that_mean_nothing_are_reported(case: Case, notes: list[str], t
 GROUPS = {
     "g0": {"targets": ["Linear"], "weights": {"num_bits": 1}},
     "g1": {"targets": ["re:.*attn.*", "re:.*mlp.*"], "weights": {"num_bits": 2}},
-    "g2": {"targets": ["model.mlp.up"], "weights": {"num_bits": 3}},
+    "g2": {"targets": ["text.mlp.up"], "weights": {"num_bits": 3}},
     "W4A16": ["re:.*preset"],
 }
 
 
 @pytest.mark.parametrize(
     ("module", "group"),
-    [("model.mlp.up", "g2"), ("model.mlp.down", "g1"), ("model.attn", "g1"), ("other", "g0"), ("a.preset", "W4A16")],
+    [("text.mlp.up", "g2"), ("model.mlp.down", "g1"), ("model.attn", "g1"), ("other", "g0"), ("a.preset", "W4A16")],
 )
 def test_a_name_wins_over_a_pattern_and_that_over_a_class(module: str, group: str) -> None:
     scheme = targets.scheme_of(module, targets.schemes({"config_groups": GROUPS}, "config.json"), "config.json")
@@ -386,6 +386,12 @@ def spare_tops() -> Case:
     return replaced(case, "weight_packed", (dtype, extents, b"\xff\xff\xff\xff" + data[4:]))
 
 
+def spare_zero_tops() -> Case:
+    case = ct_case(3, sym=False, pack=wordwise)
+    dtype, extents, data = case.tensors["layer.weight_zero_point"]
+    return replaced(case, "weight_zero_point", (dtype, extents, data[:3] + b"\xff" + data[4:]))
+
+
 CONTRADICTS = "the label contradicts the"
 BAD: list[tuple[str, Callable[[], Case], dict[str, Any], type[Exception], str]] = [
     ("unknown format", ct_case, {"format": "zip-quantized"}, UnsupportedError, "unknown compressor format; found 'zip"),
@@ -435,6 +441,8 @@ BAD: list[tuple[str, Callable[[], Case], dict[str, Any], type[Exception], str]] 
     ("two packings", lambda: ct_case(3, "channel", n=8, k=20), {"version": "0.15.0"}, UnsupportedError,
      "3-bit codes can be one dense stream or 10 codes a word, and the shapes do not tell; found version '0.15.0'"),
     ("spare tops", spare_tops, {}, CorruptError, "bits above the codes of a word are set"),
+    ("spare zero tops", spare_zero_tops, {}, CorruptError,
+     "layer.weight_zero_point: bits above the codes of a word are set"),
     ("experts", lambda: replaced(ct_case(), "weight_packed", ("I32", (2, 32, 12), bytes(3072))), {}, UnsupportedError,
      "stacked experts must be stored one by one"),
     ("nan", lambda: poisoned(math.nan), {}, CorruptError, "the first at [43, 1]"),

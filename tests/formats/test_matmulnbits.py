@@ -368,6 +368,8 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("g_idx below", lambda: g_idx(-1, *[0] * 95), CorruptError, "fc.weight_g_idx: a channel's group is out of range"),
     ("g_idx short", lambda: g_idx(*[0] * 95), CorruptError, "fc.weight_g_idx: shapes disagree; found [95]; need [96]"),
     ("g_idx uneven", lambda: g_idx(*[0] * 40, *[1] * 24, *[2] * 32), UnsupportedError, "unequal numbers of channels"),
+    ("g_idx of other sizes", lambda: model(node(block=64).with_(g_idx=np.repeat(np.int32([0, 1]), (50, 46)))),
+     UnsupportedError, "fc.weight_g_idx: groups are not blocks; found 50; need 64"),
     ("2 bits in order", lambda: model(node(bits=2, act="order")), UnsupportedError, "2-bit codes with g_idx"),
     ("nan", lambda: poisoned(math.nan), CorruptError, "fc.weight_scales: scales are NaN or infinite; found 1 of 144"),
     ("inf", lambda: poisoned(math.inf), CorruptError, "the first at [43, 1]"),
