@@ -276,10 +276,14 @@ def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
 
     if not config:
         say("assumed AWQ of version gemm from the shapes: there is no label")
-    excluded = [part for part in config.get("modules_to_not_convert") or () if part in module]
+    file = checkpoint.quantization_file or str(checkpoint.path)
+    excluded = [part for part in checks.texts(config, "modules_to_not_convert", file) if part in module]
     if excluded:
         say(f"modules_to_not_convert lists {excluded[0]!r}, its tensors say it is quantised: read as such")
-    claims = (checkpoint.options.group_size, config.get("group_size"), config.get("q_group_size"))
+    claims = (
+        checkpoint.options.group_size,
+        *(checks.number(config, key, file) for key in ("group_size", "q_group_size")),
+    )
     group = group_size(
         k, groups, None, tuple(g for g in claims if g is not None)[:1], say, str(scales.file), scales.name
     )

@@ -123,6 +123,30 @@ def rows_of_shards(config: Mapping[str, Any], module: str, n: int) -> tuple[int,
     return ()
 
 
+def number(config: Mapping[str, Any], key: str, file: str) -> int | None:
+    """A whole number of a configuration, None where it says nothing. Raises UnsupportedError."""
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise UnsupportedError(f"{key} is not a number", file=file, found=repr(value)[:80])
+    return value
+
+
+def texts(config: Mapping[str, Any], key: str, file: str) -> list[str]:
+    """A list of texts of a configuration, empty where it says nothing. Raises UnsupportedError."""
+    value = config.get(key)
+    if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+        raise UnsupportedError(f"{key} is not a list of texts", file=file, found=repr(value)[:80])
+    return value or []
+
+
+def table(config: Mapping[str, Any], key: str, file: str) -> Mapping[str, Any]:
+    """A table of a configuration, empty where it says nothing. Raises UnsupportedError."""
+    value = config.get(key)
+    if not isinstance(value, Mapping | None):
+        raise UnsupportedError(f"{key} is not a table", file=file, found=repr(value)[:80])
+    return value or {}
+
+
 REORDERED = ("swizzle", "shuffle", "prepack", "pre_pack", "swapped_nibble", "swap_nibble")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import targets
+from . import checks, targets
 from .errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -50,14 +50,12 @@ def where(checkpoint: Checkpoint) -> str:
 
 def check_formats(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedError for a compressor format that is not known, sparse ones included."""
-    config = checkpoint.quantization
-    groups = (group for group in (config.get("config_groups") or {}).values() if isinstance(group, Mapping))
-    sparsity = config.get("sparsity_config") or {}
-    for name in (config.get("format"), *(group.get("format") for group in groups), sparsity.get("format")):
+    config, file = checkpoint.quantization, where(checkpoint)
+    groups = checks.table(config, "config_groups", file).values()
+    each = [group.get("format") for group in groups if isinstance(group, Mapping)]
+    for name in (config.get("format"), *each, checks.table(config, "sparsity_config", file).get("format")):
         if name is not None and name not in FORMATS:
-            raise UnsupportedError(
-                "unknown compressor format", file=where(checkpoint), found=repr(name), need=", ".join(FORMATS)
-            )
+            raise UnsupportedError("unknown compressor format", file=file, found=repr(name), need=", ".join(FORMATS))
 
 
 def check_targets(checkpoint: Checkpoint, quantised: Mapping[str, Any]) -> None:
@@ -74,7 +72,7 @@ def check_targets(checkpoint: Checkpoint, quantised: Mapping[str, Any]) -> None:
             do="get the configuration that belongs to this file",
         )
     names = dict.fromkeys(prefix for name in checkpoint.tensors for prefix in _prefixes(name))
-    for key, patterns in (("targets", table), ("ignore", _ignored(config))):
+    for key, patterns in (("targets", table), ("ignore", checks.texts(config, "ignore", file))):
         idle = targets.idle(patterns, names, file)
         if idle:
             checkpoint.note("", f"{key} that match no module: {', '.join(idle)}")
@@ -86,10 +84,6 @@ def _prefixes(name: str) -> Iterator[str]:
     return (".".join(parts[:i]) for i in range(1, len(parts)))
 
 
-def _ignored(config: Mapping[str, Any]) -> list[str]:
-    return [str(pattern) for pattern in config.get("ignore") or ()]
-
-
 def arguments(checkpoint: Checkpoint, module: str) -> Arguments:
     """The switches, then the scheme whose target means the module. Raises UnsupportedError for one of other weights."""
     config, options, file = checkpoint.quantization, checkpoint.options, where(checkpoint)
@@ -99,7 +93,7 @@ def arguments(checkpoint: Checkpoint, module: str) -> Arguments:
         return Arguments(options.bits, groups, None, None, "", (assumed,))
     scheme = targets.scheme_of(module, targets.schemes(config, file), file)
     remarks = [] if scheme else ["no target means it, its tensors say it is quantised: read as they are"]
-    for pattern in _ignored(config):
+    for pattern in checks.texts(config, "ignore", file):
         if targets.matches(module, pattern, file):
             remarks = [f"ignored by {pattern!r}, its tensors say it is quantised: read as they are"]
             scheme = None
@@ -114,7 +108,7 @@ def arguments(checkpoint: Checkpoint, module: str) -> Arguments:
         )
     symmetric = weights.get("symmetric", True) if weights else None
     return Arguments(
-        bits=_number(weights, "num_bits", file) if options.bits is None else options.bits,
+        bits=checks.number(weights, "num_bits", file) if options.bits is None else options.bits,
         group_size=_group(weights, file) if options.group_size is None else (options.group_size,),
         symmetric=symmetric if isinstance(symmetric, bool) else None,
         block=_block(weights, file),
@@ -123,20 +117,11 @@ def arguments(checkpoint: Checkpoint, module: str) -> Arguments:
     )
 
 
-def _number(weights: Mapping[str, Any], key: str, file: str) -> int | None:
-    value = weights.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise UnsupportedError(f"{key} is not a number", file=file, found=repr(value))
-    return value
-
-
 def _group(weights: Mapping[str, Any], file: str) -> tuple[int, ...]:
-    size, strategy = _number(weights, "group_size", file), weights.get("strategy")
+    size, strategy = checks.number(weights, "group_size", file), weights.get("strategy")
     if strategy in ("channel", "tensor"):
         return (-1,)
     if strategy in ("group", None) and size is not None:
-        if size < 1 and size != -1:
-            raise UnsupportedError("no such group size", file=file, found=size, need="-1 or a positive number")
         return (size,)
     return ()
 

@@ -42,8 +42,13 @@ def group_size(
 
     Raises:
         CorruptError: more groups than channels.
-        UnsupportedError: the label contradicts the tensors, or several sizes are possible.
+        UnsupportedError: there is no such size, the label contradicts the tensors, or several sizes are possible.
     """
+    for size in said:
+        if size < 1 and size != -1:
+            raise UnsupportedError(
+                "no such group size", file=file, tensor=tensor, found=size, need="-1 or a positive number"
+            )
     if not 0 < groups <= k:
         raise CorruptError(
             "shapes disagree", file=file, tensor=tensor, found=f"{groups} groups", need=f"1 to {k} (input channels)"

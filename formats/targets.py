@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UnsupportedError
+from . import checks
 from .patterns import matcher
 
 REGEX = "re:"
@@ -25,25 +25,19 @@ class Scheme:
     group: str
     weights: Mapping[str, Any]
     """Its ``weights`` arguments; empty when the group is the name of a preset."""
-    format: str | None
+    format: Any
+    """The compressor's name, None when the whole file has one."""
 
 
 def schemes(config: Mapping[str, Any], file: str) -> dict[str, Scheme]:
     """Target -> scheme, in the order of preference. Raises UnsupportedError for groups that are no groups."""
     found: dict[str, Scheme] = {}
-    for name, group in _mapping(config.get("config_groups"), "config_groups", file).items():
-        if isinstance(group, list):
-            group = {"targets": group}
-        group = _mapping(group, f"config_groups.{name}", file)
-        scheme = Scheme(name, _mapping(group.get("weights"), f"{name}.weights", file), group.get("format"))
-        found.update((str(target), scheme) for target in group.get("targets") or ())
+    groups = checks.table(config, "config_groups", file)
+    for name in groups:
+        group = {"targets": groups[name]} if isinstance(groups[name], list) else checks.table(groups, name, file)
+        scheme = Scheme(name, checks.table(group, "weights", file), group.get("format"))
+        found.update((target, scheme) for target in checks.texts(group, "targets", file))
     return dict(sorted(found.items(), key=lambda item: (item[0] == EVERY, item[0].startswith(REGEX), item[0])))
-
-
-def _mapping(value: Any, what: str, file: str) -> Mapping[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise UnsupportedError(f"{what} is not a table", file=file, found=type(value).__name__)
-    return value or {}
 
 
 def matches(name: str, pattern: str, file: str) -> bool:
@@ -60,6 +54,6 @@ def scheme_of(name: str, table: Mapping[str, Scheme], file: str) -> Scheme | Non
 
 def idle(patterns: Iterable[str], names: Iterable[str], file: str) -> list[str]:
     """Patterns that mean none of the modules; class names cannot be told and are left out."""
-    names = tuple(names)
+    names = dict.fromkeys(names)
     able = (p for p in patterns if p.startswith(REGEX) or "." in p or not p[:1].isupper())
-    return [pattern for pattern in able if not any(matches(name, pattern, file) for name in names)]
+    return [p for p in able if p not in names and not any(matches(name, p, file) for name in names)]

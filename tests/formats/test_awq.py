@@ -274,6 +274,18 @@ def test_bad_input_is_one_clear_line(
     assert "\n" not in text
 
 
+@pytest.mark.parametrize("junk", [0, -1, 3.5, True, "x", [1], {"a": 1}, [None], 2**70, math.nan], ids=repr)
+def test_configurations_of_any_kind_are_read_or_refused(junk: Any, tmp_path: Path) -> None:
+    case = awq_case()
+    for key in (*case.config, "w_bit", "q_group_size", "modules_to_not_convert", "backend", "format", "method"):
+        given = open_checkpoint(case.save(tmp_path, **{key: junk}))
+        try:
+            q = awq.read(given, "layer") if awq.modules(given) else None
+        except UnsupportedError:
+            continue
+        assert q is None or np.array_equal(dequantize(q, np.float64), case.dense)
+
+
 def read_all(given: Checkpoint) -> None:
     for module in awq.modules(given):
         awq.read(given, module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -403,7 +403,7 @@ BAD: list[tuple[str, Callable[[], Case], dict[str, Any], type[Exception], str]] 
     ("targets mean nothing", lambda: targeted("re:.*experts", "mlp"), {}, UnsupportedError,
      "the targets match no module, yet there are quantised ones; found mlp, re:.*experts"),
     ("endless pattern", lambda: targeted("re:(a+)+$"), {}, UnsupportedError, "matched in reasonable time"),
-    ("groups", ct_case, {"config_groups": {"g": 3}}, UnsupportedError, "config_groups.g is not a table"),
+    ("groups", ct_case, {"config_groups": {"g": 3}}, UnsupportedError, "g is not a table; found 3"),
     ("shape rows", lambda: shape(63, 96), {}, CorruptError,
      "layer.weight_shape: shapes disagree; found 63 x 96; need 64 rows, as layer.weight_packed [64, 12] has"),
     ("shape columns", lambda: shape(64, 2000), {}, CorruptError,
@@ -460,6 +460,30 @@ def test_bad_input_is_one_clear_line(
     text = str(caught.value)
     assert says in text
     assert "\n" not in text
+
+
+JUNK: list[Any] = [0, -1, 3.5, True, "x", [1], {"a": 1}, [None], 2**70, ["re:("], math.nan]
+
+
+def configurations(config: Any, junk: Any) -> Iterator[Any]:
+    """Copies of a configuration with one value in it replaced."""
+    for key in config if isinstance(config, dict) else range(len(config)) if isinstance(config, list) else ():
+        for value in (junk, *configurations(config[key], junk)):
+            changed = config.copy()
+            changed[key] = value
+            yield changed
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+def test_configurations_of_any_kind_are_read_or_refused(junk: Any, tmp_path: Path) -> None:
+    case = ct_case(sym=False)
+    for config in configurations({**case.config, "sparsity_config": {"format": "dense"}}, junk):
+        given = open_checkpoint(Case(case.tensors, config, case.dense).save(tmp_path))
+        try:
+            q = compressed_tensors.read(given, "layer") if compressed_tensors.modules(given) else None
+        except UnsupportedError:
+            continue
+        assert q is None or np.array_equal(dequantize(q, np.float64), case.dense)
 
 
 def read_all(given: Checkpoint) -> None:
