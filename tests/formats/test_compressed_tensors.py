@@ -135,7 +135,11 @@ PACKINGS = [
 ]
 
 
-@pytest.mark.parametrize("facts", PACKINGS, ids=str)
+def named(facts: dict[str, Any]) -> str:
+    return " ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in facts.items())
+
+
+@pytest.mark.parametrize("facts", PACKINGS, ids=named)
 def test_weights_and_bytes(facts: dict[str, Any], tmp_path: Path) -> None:
     case = ct_case(**facts)
     given = open_checkpoint(case.save(tmp_path))
@@ -160,7 +164,7 @@ OTHER_WIDTHS = [
 ]
 
 
-@pytest.mark.parametrize("facts", OTHER_WIDTHS, ids=str)
+@pytest.mark.parametrize("facts", OTHER_WIDTHS, ids=named)
 def test_widths_that_do_not_divide_a_word_are_told_by_their_shapes(facts: dict[str, Any], tmp_path: Path) -> None:
     case = ct_case(**facts)
     given = open_checkpoint(case.save(tmp_path, version="0.13.0"))
@@ -230,7 +234,7 @@ def test_activation_scales_are_not_members(tmp_path: Path) -> None:
     check(given, case.dense)
 
 
-@pytest.mark.parametrize("facts", [{"bits": 4}, {"bits": 4, "act": "order"}, {"bits": 8, "packed": False}], ids=str)
+@pytest.mark.parametrize("facts", [{"bits": 4}, {"bits": 4, "act": "order"}, {"bits": 8, "packed": False}], ids=named)
 def test_a_lone_file_is_told_by_its_tensors(facts: dict[str, Any], tmp_path: Path) -> None:
     case = ct_case(**facts)
     given = open_checkpoint(case.save_lone(tmp_path))
