@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import awq_kinds as kinds
 from . import checks
 from .bits import pack_stream, unpack_stream
 from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor
@@ -43,13 +44,6 @@ NEUTRAL = 8
 
 MEMBERS = ("qweight", "qzeros", "scales", "bias")
 WORDS: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "U32": np.dtype(np.uint32)}
-FLOATS = ("F16", "BF16", "F32")
-
-LABELS = ("awq", "auto_round:auto_awq", "auto_round:awq")
-KEYS = ("w_bit", "q_group_size", "zero_point", "version")
-"""A configuration without a name is ours if it has one of these."""
-# ``exllama`` and ``ipex`` name kernels that take the gemm version.
-VERSIONS = ("gemm", "exllama", "ipex")
 
 
 @dataclass(frozen=True)
@@ -74,128 +68,41 @@ def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
 
     Raises UnsupportedError for a label that contradicts the shapes and for AWQ in another order of bits.
     """
-    named = _method(checkpoint.quantization)
+    named = kinds.method(checkpoint.quantization)
     found = {}
     for name, tensor in checkpoint.tensors.items():
         module, _, suffix = name.rpartition(".")
         if suffix == "weight":
-            _refuse_paired_rows(tensor, checkpoint.tensors.get(f"{module}.weight_scale"))
+            kinds.refuse_paired_rows(tensor, checkpoint.tensors.get(f"{module}.weight_scale"))
         if suffix != "qweight":
             continue
-        kind = _kind(checkpoint, module, tensor)
-        if kind == "gemm" and named is not None and named not in LABELS:
-            raise _mislabelled(tensor, f"AWQ, packed along n, under the label {named!r}")
-        if named in LABELS and kind == "packed along k":
-            raise _mislabelled(tensor, f"codes packed along k, which AWQ never has, under the label {named!r}")
-        if kind in OTHER_KINDS and named in (None, *LABELS):
+        kind = kinds.kind(checkpoint, module, tensor)
+        if kind == "gemm" and named is not None and named not in kinds.LABELS:
+            raise kinds.mislabelled(tensor, f"AWQ, packed along n, under the label {named!r}")
+        if named in kinds.LABELS and kind == "packed along k":
+            raise kinds.mislabelled(tensor, f"codes packed along k, which AWQ never has, under the label {named!r}")
+        if kind in kinds.OTHERS and named in (None, *kinds.LABELS):
             raise UnsupportedError(
                 f"AWQ stored as {kind}, another order of bits than the gemm version",
                 file=tensor.file,
                 tensor=name,
-                found=OTHER_KINDS[kind],
+                found=kinds.OTHERS[kind],
                 do="quantise again, or convert the checkpoint to version gemm with the tool that wrote it",
             )
-        if kind == "gemm" or named in LABELS:
+        if kind == "gemm" or named in kinds.LABELS:
             found[module] = tuple(n for s in MEMBERS if (n := checks.full_name(module, s)) in checkpoint.tensors)
     if found:
-        _check_version(checkpoint)
+        kinds.check_version(checkpoint)
     return found
-
-
-def _method(config: Mapping[str, Any]) -> str | None:
-    """What a configuration says it is of; None when there is none."""
-    if not config:
-        return None
-    named = config.get("quant_method") or config.get("method")
-    if named is None:
-        return LABELS[0] if any(key in config for key in KEYS) else "unnamed"
-    packing = config.get("packing_format")
-    return str(packing if packing in LABELS else named).lower()
 
 
 def orphans(checkpoint: Checkpoint) -> dict[str, str]:
     """Tensor -> what is missing, for zero points without codes."""
-    if _method(checkpoint.quantization) not in LABELS:
+    if kinds.method(checkpoint.quantization) not in kinds.LABELS:
         return {}
     names = [name for name in checkpoint.tensors if name.rpartition(".")[2] == "qzeros"]
     codes = {name: name.removesuffix("qzeros") + "qweight" for name in names}
     return {name: missing for name, missing in codes.items() if missing not in checkpoint.tensors}
-
-
-# What betrays the other versions.
-OTHER_KINDS = {
-    "llm-awq": "int16 codes, or scaled_zeros beside them",
-    "gemv_fast": "int16 codes",
-    "gemv": "one row of codes for each row of scales",
-    "8 bit": "four codes a word",
-}
-
-
-def _kind(checkpoint: Checkpoint, module: str, qweight: Tensor) -> str | None:
-    """What the shapes and dtypes of a module's tensors say its packing is; None when they agree with nothing."""
-    scales = checkpoint.tensors.get(checks.full_name(module, "scales"))
-    if checks.full_name(module, "scaled_zeros") in checkpoint.tensors:
-        return "llm-awq"
-    if scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
-        return None
-    (rows, words), (groups, n) = qweight.shape, scales.shape
-    ours = _method(checkpoint.quantization) in LABELS
-    if qweight.dtype == "I16":
-        return "gemv_fast" if ours or words != n else None
-    if words == n:
-        return "packed along k"
-    if words * 8 == n:
-        return "gemm"
-    if rows == groups:
-        return "gemv"
-    return "8 bit" if words * 4 == n and ours else None
-
-
-def _mislabelled(tensor: Tensor, found: str) -> UnsupportedError:
-    return UnsupportedError(
-        "the label contradicts the shapes",
-        file=tensor.file,
-        tensor=tensor.name,
-        found=found,
-        need="a quant_method that says what the tensors are",
-        do="correct quant_method, or get the configuration that belongs to this file",
-    )
-
-
-def _refuse_paired_rows(weight: Tensor, scale: Tensor | None) -> None:
-    """ModelOpt's W4A16_AWQ: a byte holds two output rows, so scales have twice the rows of the weight."""
-    if (
-        scale is not None
-        and weight.dtype == "U8"
-        and scale.dtype in FLOATS
-        and len(weight.shape) == len(scale.shape) == 2
-        and scale.shape[0] == 2 * weight.shape[0]
-    ):
-        raise UnsupportedError(
-            "ModelOpt's W4A16_AWQ, two output rows in a byte",
-            file=weight.file,
-            tensor=weight.name,
-            found=f"U8 {list(weight.shape)} with scales {list(scale.shape)}",
-            need="AWQ of version gemm",
-            do="export the model with another quantiser",
-        )
-
-
-def _check_version(checkpoint: Checkpoint) -> None:
-    """The label's version; GPTQModel calls it format, the transformers library also knows a backend."""
-    config = checkpoint.quantization
-    for key in ("version", "checkpoint_format", "format", "backend"):
-        said = config.get(key)
-        if said is None or (key == "backend" and said != "llm-awq"):
-            continue
-        if str(said).lower() not in VERSIONS:
-            raise UnsupportedError(
-                "the label names a version of AWQ with another order of bits, its shapes are those of gemm",
-                file=checkpoint.quantization_file,
-                found=f"{key} {said!r}",
-                need="gemm",
-                do="correct the label if the file is gemm",
-            )
 
 
 def describe(checkpoint: Checkpoint, module: str) -> Outline:
@@ -255,7 +162,7 @@ def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
     needed = ("qweight", "scales") if symmetric else ("qweight", "scales", "qzeros")
     members = checks.members(checkpoint, module, MEMBERS, needed)
     for suffix, tensor in members.items():
-        checks.dtype(tensor, *(FLOATS if suffix in ("scales", "bias") else WORDS))
+        checks.dtype(tensor, *(kinds.FLOATS if suffix in ("scales", "bias") else WORDS))
         if 0 in tensor.shape or len(tensor.shape) != (1 if suffix == "bias" else 2):
             checks.shape(tensor, why="a matrix that is not empty; a bias has one dimension")
     qweight, scales = members["qweight"], members["scales"]

@@ -19,7 +19,7 @@ through as it is; floating point weights (F8_E4M3 ``weight``, U8 ``weight_packed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -32,31 +32,13 @@ from . import compressed_tensors_config as labels
 from . import compressed_tensors_stream as streams
 from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, grid_shape
 from .compressed_tensors_config import LABELS, Arguments
+from .compressed_tensors_members import ALONE, INDICES, PACKED, UNPACKED, WORDS, checked, extents
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
 
 Array = NDArray[Any]
 
 OPTIONS = ("bits", "group_size")
-
-PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "bias")
-UNPACKED = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "bias")
-ALONE = ("weight_shape", "weight_g_idx", "weight_zero_point")
-"""Members that mean nothing without codes."""
-
-WORDS: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "U32": np.dtype(np.uint32)}
-INDICES: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
-FLOATS = ("F16", "BF16", "F32")
-# suffix -> dtypes it may have, numbers of dimensions
-RULES: dict[str, tuple[Collection[str], tuple[int, ...]]] = {
-    "weight_packed": (WORDS, (2,)),
-    "weight": (("I8",), (2,)),
-    "weight_scale": (FLOATS, (0, 1, 2)),
-    "weight_zero_point": ((*WORDS, "I8"), (0, 1, 2)),
-    "weight_g_idx": (INDICES, (1,)),
-    "weight_shape": (INDICES, (1,)),
-    "bias": (FLOATS, (1,)),
-}
 
 OFFSET = np.uint8(128)
 """Between a code of eight bits as two's complement and as an unsigned number."""
@@ -228,10 +210,10 @@ def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
 
     for remark in label.remarks:
         say(remark)
-    members = _members(checkpoint, module)
+    members = checked(checkpoint, module)
     scale, bits, stream = members["weight_scale"], 8, None
     if "weight_packed" in members:
-        n, k = _shape(members["weight_packed"], members["weight_shape"])
+        n, k = extents(members["weight_packed"], members["weight_shape"])
         bits, stream = streams.decide(members["weight_packed"], k, label.bits, label.version)
     else:
         n, k = members["weight"].shape
@@ -261,42 +243,6 @@ def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
     }
     perm = None if g_idx is None else groups.order(g_idx, block[1])
     return _Linear(members, _element(members, bits, zero), n, k, block, zero, perm, source, residue)
-
-
-def _members(checkpoint: Checkpoint, module: str) -> dict[str, Tensor]:
-    packed = checks.full_name(module, "weight_packed") in checkpoint.tensors
-    needed = ("weight_packed", "weight_scale", "weight_shape") if packed else ("weight", "weight_scale")
-    members = checks.members(checkpoint, module, PACKED if packed else UNPACKED, needed)
-    for suffix, tensor in members.items():
-        dtypes, ranks = RULES[suffix]
-        checks.dtype(tensor, *dtypes)
-        if 0 in tensor.shape:
-            checks.shape(tensor, why="one that is not empty")
-        if len(tensor.shape) not in ranks:
-            raise UnsupportedError(
-                "unexpected number of dimensions",
-                file=tensor.file,
-                tensor=tensor.name,
-                found=list(tensor.shape),
-                need=f"{max(ranks)}",
-                do="stacked experts must be stored one by one" if len(tensor.shape) == 3 else None,
-            )
-    return members
-
-
-def _shape(packed: Tensor, shape: Tensor) -> tuple[int, int]:
-    """(n, k) from weight_shape, which must agree with the rows of the packed codes."""
-    checks.shape(shape, (2,), why="for a matrix")
-    n, k = (int(extent) for extent in shape.array())
-    if n != packed.shape[0] or k < 1:
-        raise CorruptError(
-            "shapes disagree",
-            file=shape.file,
-            tensor=shape.name,
-            found=f"{n} x {k}",
-            need=f"{packed.shape[0]} rows, as {packed.name} {list(packed.shape)} has",
-        )
-    return n, k
 
 
 def _element(members: Mapping[str, Tensor], bits: int, zero: Array | None) -> Element:
