@@ -100,7 +100,7 @@ def refuse_paired_rows(weight: Tensor, scale: Tensor | None) -> None:
 
 
 def check_version(checkpoint: Checkpoint) -> None:
-    """Refuse a label of another version. GPTQModel calls it format, the transformers library knows a backend as well."""
+    """Refuse a label of another version. GPTQModel calls it format, transformers knows a backend as well."""
     config = checkpoint.quantization
     for key in ("version", "checkpoint_format", "format", "backend"):
         said = config.get(key)
