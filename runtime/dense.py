@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..formats.canonical import Level, QuantTensor
 from .arrays import Operand
-from .scratch import Lane
+from .scratch import Lane, on
 
 Array = NDArray[Any]
 
@@ -140,9 +140,7 @@ def dense(w: Any, bias: Array | None, dtype: str) -> Dense:
 
 def multiply(d: Dense, x: Operand, y: Operand, expert: int | None, lane: Lane, stream: int) -> None:
     """y = x @ W.T + bias on a stream; x and y are matrices of contiguous rows. Hold the lane's lock."""
-    import cupy
-
-    with cupy.cuda.ExternalStream(stream):
+    with on(stream):
         _multiply(d, x, y, expert, lane)
 
 

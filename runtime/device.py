@@ -20,7 +20,7 @@ from .catalog import Catalog, Module
 from .dense import BITS, Dense, bias_of, decode, dense, multiply, view
 from .launch import Bound, Kernels, describe
 from .load import Uploader, Weights
-from .scratch import Lane, Lanes, allocating, capture_id
+from .scratch import Lane, Lanes, allocating, capture_id, on
 
 ROWS = 1 << 18
 """Rows of x in one product: grids and 32-bit extents hold that many for any n and k."""
@@ -338,10 +338,8 @@ def _slice(x: Operand, start: int) -> Operand:
 
 def _packed(x: Operand, lane: Lane, stream: int) -> Operand:
     """A copy of x in the lane, as contiguous rows."""
-    import cupy
-
     shape = (x.rows, x.shape[-1])
-    with cupy.cuda.ExternalStream(stream):
+    with on(stream):
         source = view(x.pointer, x.shape, x.strides, "uint16", x.owner)
         copy = view(lane.buffer("packed x", x.rows * shape[1] * ITEM), shape, (shape[1], 1), "uint16", lane)
         copy.reshape(x.shape)[...] = source

@@ -10,9 +10,27 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from .load import Uploader, allocate
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A stream's handle, as the CUDA stream protocol hands it over."""
+
+    value: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.value
+
+
+def on(stream: int) -> Any:
+    """A context in which cupy works on the stream with this handle."""
+    import cupy
+
+    return cupy.cuda.Stream.from_external(_Handle(stream))
 
 
 def capture_id(stream: int) -> int | None:
