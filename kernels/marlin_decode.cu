@@ -1,12 +1,9 @@
-// y[m, n] = x[m, k] W^T for m <= 16: time is the time of reading W once, so W goes from global memory straight into
+// y[m, n] = x[m, k] W^T for m <= 8: time is the time of reading W once, so W goes from global memory straight into
 // registers, and everything else keeps out of the way.
 //
 //   grid (columns of blocks, splits of k); a block takes every gridDim.x-th 64-wide tile and one range of k.
-//   Its warps split that range; each keeps DEPTH k16 slices (16 or 32 bytes a lane) in flight, also across tiles.
-//   x of the range lies in shared memory for all tiles, in fragment order:
-//
-//       slice | token | t | k = 2t 2t+1 2t+8 2t+9        one 8-byte read gives a lane b0, b1 of mma.m16n8k16
-//
+//   Its warps split that range; each keeps DEPTH k16 slices (16 or 32 bytes a lane) in flight, also across tiles, and
+//   reads its fragments of x from L1 or L2: staging them would leave the memory idle until they are there.
 //   Sums of a group are scaled in fp32, added over the warps in order, then over the splits in order by the last block.
 #include "decode.cuh"
 #include "output.cuh"
@@ -15,38 +12,23 @@ struct Variant {
   int element, x, scale; // Element, Dtype, Dtype
   int zero;              // 1: zero points from qzeros
   int run;               // slices that share a scale: 1, 2, 4, 8; 0: one scale for all of k
-  int blocks;            // of 8 tokens: 1 or 2
 };
 
-constexpr int MAX_THREADS(Variant v) { return v.blocks == 1 ? 512 : 256; }
+// 128 registers for each of 16 warps, twice that where many fp32 scales are in flight. plan() knows it too.
+constexpr int max_threads(Variant v) { return Dtype(v.scale) == Dtype::f32 && (v.run == 1 || v.run == 2) ? 256 : 512; }
 constexpr int RED = 68; // floats of a token's row in the reduction buffer: 64, and 4 to spread the banks
 
 // Slices in flight. Short runs keep as many scales in flight as slices, so they keep fewer.
 constexpr int depth(Variant v) { return facts(Element(v.element)).bits == 8 || v.run == 1 ? 4 : 8; }
 
-// 16 channels of a row of x from stored position p, in fragment order; 0 beyond k.
-DEVICE void stage16(uint4* to, const u16* row, const int* perm, int p, int k) {
-#pragma unroll 8
-  for (int i = 0; i < 16; i++) {
-    const int from = perm ? perm[p + i] : p + i;
-    reinterpret_cast<u16*>(to)[i % 8 / 2 * 4 + i / 8 * 2 + i % 2] = from < k ? row[from] : u16(0);
-  }
-}
-DEVICE void stage16(uint4* to, const uint4* row) {
-  const uint4 a = row[0], b = row[1];
-  to[0] = {a.x, b.x, a.y, b.y};
-  to[1] = {a.z, b.z, a.w, b.w};
-}
-
 template <Variant V>
-__global__ void __launch_bounds__(MAX_THREADS(V), 1)
+__global__ void __launch_bounds__(max_threads(V), 1)
     marlin_decode(const uint4* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
-                  const int* __restrict__ perm, const void* __restrict__ bias, const u16* __restrict__ x, u16* y,
-                  float* scratch, u32* counters, int m, int n, int k, int n_padded, int k_padded, int group,
-                  i64 ldx, i64 ldy, int bias_type) {
+                  const void* __restrict__ bias, const u16* __restrict__ x, u16* y, float* scratch, u32* counters,
+                  int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx, i64 ldy, int bias_type) {
   constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
   using D = Decode<Element(V.element), T, V.zero != 0>;
-  constexpr int DEPTH = depth(V), R = V.run ? V.run : 4, RUNS = DEPTH / R, NB = V.blocks;
+  constexpr int DEPTH = depth(V), R = V.run ? V.run : 4, RUNS = DEPTH / R;
   constexpr int VECTORS = D::TILE_WORDS / 4; // 16-byte loads of a lane in one tile
   static_assert(DEPTH % R == 0);
 
@@ -56,7 +38,6 @@ __global__ void __launch_bounds__(MAX_THREADS(V), 1)
   // Parts of whole loop bodies where k allows it, else of whole runs. plan() keeps the product in 32 bits.
   const u32 unit = slices % DEPTH ? R : DEPTH;
   auto part = [&](u32 i) { return int(slices / unit * i / (gridDim.y * warps) * unit); };
-  const int first = part(blockIdx.y * warps), last = part((blockIdx.y + 1) * warps); // slices of the block
   const int begin = part(blockIdx.y * warps + warp), end = part(blockIdx.y * warps + warp + 1);
   // run / runs_per_group as a multiplication, exact for 32-bit products of the two.
   const u32 runs_per_group = V.run ? group / (16 * R) : 1, reciprocal = 0xFFFFFFFFu / runs_per_group + 1;
@@ -92,33 +73,29 @@ __global__ void __launch_bounds__(MAX_THREADS(V), 1)
   }
   advance();
 
-  uint2* xs = reinterpret_cast<uint2*>(shared);
-  // A warp stages its own range; past the block's range lies one slice of zeros.
-  uint4* own = reinterpret_cast<uint4*>(xs) - i64(first) * m * 2;
-  if (perm == nullptr && (reinterpret_cast<u64>(x) | u64(ldx) * 2) % 16 == 0 && end * 16 <= k) {
-#pragma unroll 4
-    for (int e = begin * m + lane; e < end * m; e += 32)
-      stage16(own + e * 2, reinterpret_cast<const uint4*>(x + e % m * ldx + e / m * 16));
-  } else {
-#pragma unroll 1
-    for (int e = begin * m + lane; e < end * m; e += 32) stage16(own + e * 2, x + e % m * ldx, perm, e / m * 16, k);
-  }
-  if (R < DEPTH)
-    for (int e = threadIdx.x; e < m * 4; e += blockDim.x) xs[(last - first) * m * 4 + e] = {0, 0};
-  __syncthreads();
+  // This lane's token in pairs of channels; one beyond m reads the last token and is dropped.
+  const u32* row = reinterpret_cast<const u32*>(x + min(g, m - 1) * ldx) + t;
 
-  float* sums = reinterpret_cast<float*>(xs + (last - first + 1) * m * 4); // [2][warps][m][RED]
+  float* sums = reinterpret_cast<float*>(shared); // [2][warps][m][RED]
   const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
   int parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
-    float total[NB][4][4] = {};
+    float total[4][4] = {};
     if constexpr (V.run == 0) fetch_scale(0, tile, 0, true);
     for (int slice = begin; slice < end; slice += DEPTH) {
 #pragma unroll
       for (int r = 0; r < RUNS; r++) {
         const bool more = next_tile < tiles && (R == DEPTH || next + r * R < end);
-        const bool work = R == DEPTH || slice + r * R < end; // else x is the slice of zeros
-        float group_sum[NB][4][4] = {};
+        const bool work = R == DEPTH || slice + r * R < end; // else x counts as zeros, as it does beyond k
+        u32 b[R][2];
+#pragma unroll
+        for (int i = 0; i < R; i++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const int p = (slice + r * R + i) * 16 + 8 * h;
+            b[i][h] = load_or_zero(row + p / 2, p + 2 * t < (work ? k : 0));
+          }
+        float group_sum[4][4] = {};
         auto& sum = V.run ? group_sum : total;
         Zero low[4], high[4];
 #pragma unroll
@@ -128,28 +105,21 @@ __global__ void __launch_bounds__(MAX_THREADS(V), 1)
         }
 #pragma unroll
         for (int i = r * R; i < r * R + R; i++) {
-          const int of_x = work ? slice + i - first : last - first;
-          uint2 b[NB];
-#pragma unroll
-          for (int nb = 0; nb < NB; nb++) b[nb] = xs[(of_x * m + min(nb * 8 + g, m - 1)) * 4 + t];
 #pragma unroll
           for (int j = 0; j < 4; j++) {
             u32 a[4];
             D::block(&q[i][j * D::WORDS], low[j], high[j], a);
-#pragma unroll
-            for (int nb = 0; nb < NB; nb++) mma<T>(sum[nb][j], a, b[nb].x, b[nb].y);
+            mma<T>(sum[j], a, b[i - r * R][0], b[i - r * R][1]);
           }
           fetch_slice(i, next_tile, next + i, more);
         }
         if constexpr (V.run != 0) {
           if (work) {
 #pragma unroll
-            for (int nb = 0; nb < NB; nb++)
+            for (int j = 0; j < 4; j++)
 #pragma unroll
-              for (int j = 0; j < 4; j++)
-#pragma unroll
-                for (int c = 0; c < 4; c++)
-                  total[nb][j][c] = fmaf(scale[r].at(2 * j + c / 2), group_sum[nb][j][c], total[nb][j][c]);
+              for (int c = 0; c < 4; c++)
+                total[j][c] = fmaf(scale[r].at(2 * j + c / 2), group_sum[j][c], total[j][c]);
           }
           fetch_scale(r, next_tile, next + r * R, more);
         }
@@ -159,15 +129,13 @@ __global__ void __launch_bounds__(MAX_THREADS(V), 1)
 
     float* mine = sums + (parity * warps + warp) * m * RED;
 #pragma unroll
-    for (int nb = 0; nb < NB; nb++)
+    for (int j = 0; j < 4; j++)
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-          int token = nb * 8 + 2 * t + c % 2;
-          float v = V.run ? total[nb][j][c] : total[nb][j][c] * scale[0].at(2 * j + c / 2);
-          if (token < m) mine[token * RED + 16 * j + 8 * (c / 2) + g] = v;
-        }
+      for (int c = 0; c < 4; c++) {
+        const int token = 2 * t + c % 2;
+        const float v = V.run ? total[j][c] : total[j][c] * scale[0].at(2 * j + c / 2);
+        if (token < m) mine[token * RED + 16 * j + 8 * (c / 2) + g] = v;
+      }
     __syncthreads();
     for (int e = threadIdx.x; e < m * 64; e += blockDim.x) {
       const int token = e / 64, column = tile * 64 + e % 64;

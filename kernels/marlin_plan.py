@@ -1,8 +1,12 @@
 """Which kernels multiply with a Marlin module: a function of (module, m, device) and nothing else.
 
-m <= 16    marlin_decode: W is read once, straight into registers; a block covers tiles of 64 features
-m > 16     marlin_tiled: blocks of 64 to 256 features x 32 to 128 tokens, after ``gather`` when x cannot be copied
-           row by row in 16-byte pieces (act-order, odd strides)
+| m | kernel | work of a block |
+| --- | --- | --- |
+| 1 to 8 | marlin_decode | tiles of 64 features, k split over its warps: time is reading W once |
+| above | marlin_tiled | 64 to 256 features x 16 to 128 tokens |
+
+Both read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes) ``gather`` goes
+before them.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from .launch import Device, Plan, Stage
 
 Spec = Mapping[str, Any]
 
-DECODE_TOKENS = 16
+DECODE_TOKENS = 8
 X_DTYPES = ("f16", "bf16")
 SCALES = ("f16", "bf16", "f32")
 STORED = {"u4b8": False, "u4": True, "u8b128": False, "u8": True}
@@ -27,20 +31,23 @@ STORED = {"u4b8": False, "u4": True, "u8b128": False, "u8": True}
 
 CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
-WEIGHTS = ("qweight", "scales", "qzeros")
-EXTENTS = ("m", "n", "k", "n_padded", "k_padded", "group")
+K_LIMIT = 2**21
+"""Keeps the kernels' products of a block's number and of steps along k in 32 bits."""
+
+STATIC = 128
+"""Bytes of shared memory the kernels take besides what a stage asks for."""
 
 
 @dataclass(frozen=True)
 class Decode:
-    """How marlin_decode divides the work. ``columns`` x ``splits`` blocks of ``warps`` warps, which also split k."""
+    """How marlin_decode divides the work: ``columns`` x ``splits`` blocks of ``warps`` warps, which also split k."""
 
     warps: int
     splits: int
     columns: int
 
     def __str__(self) -> str:
-        return f"decode, {self.warps} warps, k in {self.splits}, {self.columns} blocks along n"
+        return f"decode, {self.columns} x {self.splits} blocks of {self.warps} warps"
 
 
 @dataclass(frozen=True)
@@ -72,63 +79,47 @@ class Tiled:
         return max(stage * (3 if stage > 16384 else 4), self.tokens * (self.features + 8) * 2)
 
     def __str__(self) -> str:
-        return f"tile {self.features} x {self.tokens}, k in {self.wk}{', cut' if self.cut else ''}"
+        ways = f", k in {self.wk} ways" if self.wk > 1 else ""
+        return f"tile {self.features} x {self.tokens}{ways}{', last wave cut' if self.cut else ''}"
 
 
-SHAPES = ((4, 4, 1, 1), (4, 4, 2, 1), (4, 4, 4, 1), (8, 4, 2, 1), (8, 4, 4, 1), (8, 2, 8, 1), (16, 2, 4, 1), (16, 2, 8, 1))
-TILES = tuple(Tiled(*shape) for shape in SHAPES)
+# (blocks, columns, wn): us of a step of 64 k a warp, measured on an H200 with 4-bit codes. Only ratios matter.
+STEP_COST = {
+    (2, 4, 1): 0.84,
+    (2, 4, 2): 0.78,
+    (4, 4, 1): 1.25,
+    (4, 4, 2): 1.10,
+    (4, 4, 4): 1.05,
+    (8, 2, 8): 0.98,
+    (8, 4, 2): 1.58,
+    (8, 4, 4): 1.50,
+    (16, 2, 4): 1.53,
+    (16, 2, 8): 1.43,
+}
+START, CUT = 5.0, 8.0
+"""us of a launch and its first loads, and of adding the parts of cut tiles."""
+
+TILES = tuple(Tiled(blocks, columns, wn, 1) for blocks, columns, wn in STEP_COST)
 
 
-def _common(spec: Spec, x_dtype: str, most: int) -> tuple[int, ...]:
-    """The fields every Variant begins with; ``most`` slices of 16 k at most share one scale in a loop body."""
+def _run(spec: Spec, most: int) -> int:
+    """Slices of 16 k that share a scale in a loop body of ``most``; 0 when all of k does."""
+    return 0 if spec["group"] == -1 else gcd(spec["group"] // 16, most)
+
+
+def _variant(spec: Spec, x_dtype: str, run: int, *shape: int) -> tuple[int, ...]:
+    """The fields every ``Variant`` begins with, then the kernel's own."""
     names, dtypes = list(ELEMENTS), list(SCALE_DTYPES)
-    run = 0 if spec["group"] == -1 else gcd(spec["group"] // 16, most)
     zero = int(spec["zero"] is not None)
-    return names.index(spec["element"]), dtypes.index(x_dtype), dtypes.index(spec["scale"]), zero, run
+    return names.index(spec["element"]), dtypes.index(x_dtype), dtypes.index(spec["scale"]), zero, run, *shape
 
 
-def _bias_type(spec: Spec) -> int:
-    return list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
-
-
-def _decode_slices(spec: Spec) -> int:
-    """Slices that share a scale at most: what a warp keeps in flight."""
-    return 32 // ELEMENTS[spec["element"]].bits
-
-
-def _decode_shared(spec: Spec, m: int, d: Decode) -> int:
-    """x of a block's range of k, and the sums of its warps (twice when it takes several tiles)."""
-    run = _common(spec, "f16", _decode_slices(spec))[-1] or 4
-    depth = 4 if run == 1 else _decode_slices(spec)
-    unit = depth if spec["k_padded"] // 16 % depth == 0 else run
-    slices = unit * -(-(spec["k_padded"] // 16 // unit) // d.splits) + 1
-    buffers = 1 if d.columns >= spec["n_padded"] // 64 else 2
-    return slices * m * 32 + buffers * d.warps * m * 68 * 4
-
-
-def _decode(spec: Spec, m: int, device: Device, x_dtype: str, d: Decode, why: str) -> Plan:
-    common = _common(spec, x_dtype, _decode_slices(spec))
-    stage = Stage(
-        kernel="marlin_decode",
-        variant=(*common, 1 if m <= 8 else 2),
-        target=f"sm_{device.arch}",
-        grid=(d.columns, d.splits, 1),
-        block=32 * d.warps,
-        shared=_decode_shared(spec, m, d),
-        args=(*WEIGHTS, "perm", "bias", "x", "y", "scratch", "counters", *EXTENTS, "ldx", "ldy", _bias_type(spec)),
-    )
-    cut = d.splits > 1
-    return Plan(
-        (stage,),
-        f"{d}: {why}",
-        scratch=4 * d.splits * m * spec["n_padded"] if cut else 0,
-        counters=spec["n_padded"] // 64 if cut else 0,
-    )
-
-
-def _choose_decode(spec: Spec, m: int, device: Device) -> Decode:
-    tiles = spec["n_padded"] // 64
-    return Decode(8, 1, tiles)
+def _args(spec: Spec, gathered: bool) -> tuple[str | int, ...]:
+    """What both kernels begin with; gathered rows are k_padded long."""
+    x, k, ldx = ("gathered", "k_padded", "ld_gathered") if gathered else ("x", "k", "ldx")
+    bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
+    operands = ("qweight", "scales", "qzeros", "bias", x, "y", "scratch", "counters")
+    return (*operands, "m", "n", k, "n_padded", "k_padded", "group", ldx, "ldy", bias_type)
 
 
 def _gather(spec: Spec, m: int, device: Device) -> Stage:
@@ -143,60 +134,130 @@ def _gather(spec: Spec, m: int, device: Device) -> Stage:
     )
 
 
-def _tiled(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, t: Tiled, why: str) -> Plan:
+def _decode_run(spec: Spec) -> int:
+    return _run(spec, 32 // ELEMENTS[spec["element"]].bits)
+
+
+def choose_decode(spec: Spec, device: Device) -> Decode:
+    """About 16 warps for each SM, but 4 to 16 in a block and two loop bodies of k for each."""
+    tiles = spec["n_padded"] // 64
+    bodies = max(1, spec["k_padded"] // (16 * 32 // ELEMENTS[spec["element"]].bits))
+    most = 8 if spec["scale"] == "f32" and _decode_run(spec) in (1, 2) else 16
+    warps = 4
+    while warps < most and 2 * warps * tiles <= 18 * device.sms and 2 * warps <= bodies:
+        warps *= 2
+    splits = max(1, min(device.sms // tiles, bodies // (2 * warps)))
+    waves = -(-tiles // (4 * device.sms))
+    return Decode(warps, splits, -(-tiles // waves))
+
+
+def _decode(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, d: Decode) -> Plan:
+    gather = spec["perm"] or not aligned or spec["k"] % 2 != 0
+    tiles = spec["n_padded"] // 64
+    stage = Stage(
+        kernel="marlin_decode",
+        variant=_variant(spec, x_dtype, _decode_run(spec)),
+        target=f"sm_{device.arch}",
+        grid=(d.columns, d.splits, 1),
+        block=32 * d.warps,
+        shared=(1 if d.columns >= tiles else 2) * d.warps * m * 68 * 4,
+        args=_args(spec, gather),
+    )
+    cut = d.splits > 1
+    return Plan(
+        (_gather(spec, m, device), stage) if gather else (stage,),
+        f"{d}: at m <= {DECODE_TOKENS} the time is that of reading the weights once",
+        scratch=4 * d.splits * m * spec["n_padded"] if cut else 0,
+        gathered=2 * m * spec["k_padded"] if gather else 0,
+        counters=tiles if cut else 0,
+        rejected=(("tiled", f"its smallest tile has 16 tokens, m is {m}"),),
+    )
+
+
+def _mixed(spec: Spec, x_dtype: str) -> bool:
+    """Scales that cannot multiply 16-bit weights exactly: they multiply fp32 sums, which takes a second set of them."""
+    return bool(spec["group"] != -1 and spec["scale"] != x_dtype)
+
+
+def _resident(spec: Spec, x_dtype: str, t: Tiled) -> int:
+    """Blocks on one SM."""
+    lean = ELEMENTS[spec["element"]].bits == 4 and _run(spec, 4) != 1 and not _mixed(spec, x_dtype)
+    return 2 if t.blocks * t.columns <= 8 and lean else 1
+
+
+def refuse_tile(spec: Spec, device: Device, x_dtype: str, t: Tiled) -> str | None:
+    """None if the tile runs this module on this device, else why not."""
+    if t.shared + STATIC > device.shared:
+        return f"needs {t.shared + STATIC} bytes of shared memory, a block has {device.shared}"
+    if t.blocks * t.columns > 16 and _mixed(spec, x_dtype):
+        return f"{spec['scale']} scales multiply {x_dtype} sums in fp32, which leaves too few registers"
+    return None
+
+
+def _work(spec: Spec, m: int, t: Tiled) -> tuple[int, int, int]:
+    """(tiles along m, tiles along n, steps of k) of a product."""
+    return -(-m // t.tokens), -(-spec["n_padded"] // t.features), -(-spec["k_padded"] // (64 * t.wk))
+
+
+def _estimate(spec: Spec, m: int, device: Device, t: Tiled) -> float:
+    """us on an H200, roughly."""
+    rows, columns, steps = _work(spec, m, t)
+    tiles = rows * columns
+    waves = tiles / device.sms if t.cut else -(-tiles // device.sms)
+    return START + waves * steps * STEP_COST[t.blocks, t.columns, t.wn] + (CUT if t.cut else 0)
+
+
+def choose_tile(spec: Spec, m: int, device: Device, x_dtype: str) -> tuple[Tiled, tuple[tuple[str, str], ...]]:
+    """The tile of the least estimated time, and why not each other one."""
+    candidates = [Tiled(t.blocks, t.columns, t.wn, t.wm, cut) for t in TILES for cut in (False, True)]
+    refused = [(t, refuse_tile(spec, device, x_dtype, t)) for t in candidates]
+    times = {t: _estimate(spec, m, device, t) for t, reason in refused if reason is None}
+    best = min(times, key=lambda t: times[t])
+    rejected = [(str(t), reason or f"about {times[t] / times[best]:.2f} times as long") for t, reason in refused]
+    return best, tuple(row for row in rejected if row[0] != str(best))
+
+
+def _tiled(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, t: Tiled) -> Plan:
     gather = spec["perm"] or not aligned
-    rows, columns = -(-m // t.tokens), -(-spec["n_padded"] // t.features)
-    steps = -(-spec["k_padded"] // (64 * t.wk))
-    waves, rest = divmod(rows * columns, device.sms)
-    streams = min(device.sms, rest * steps) if t.cut else rest
+    rows, columns, steps = _work(spec, m, t)
+    blocks = device.sms * _resident(spec, x_dtype, t)
+    waves, rest = divmod(rows * columns, blocks)
+    streams = min(blocks, rest * steps) if t.cut and rest * steps * blocks < 2**32 else rest
     stage = Stage(
         kernel="marlin_tiled",
-        variant=(*_common(spec, x_dtype, 4), t.blocks, t.columns, t.wn, t.wm),
+        variant=_variant(spec, x_dtype, _run(spec, 4), t.blocks, t.columns, t.wn, t.wm),
         target=f"sm_{device.arch}",
-        grid=(device.sms if waves else streams, 1, 1),
+        grid=(blocks if waves else streams, 1, 1),
         block=256,
         shared=t.shared,
-        args=(
-            *WEIGHTS,
-            "bias",
-            "gathered" if gather else "x",
-            "y",
-            "scratch",
-            "counters",
-            "m",
-            "n",
-            "k_padded" if gather else "k",
-            *EXTENTS[3:],
-            "ld_gathered" if gather else "ldx",
-            "ldy",
-            _bias_type(spec),
-            rows,
-            steps,
-            waves,
-            streams,
-        ),
+        args=(*_args(spec, gather), rows, steps, waves, streams),
     )
     cut = streams > rest
     return Plan(
         (_gather(spec, m, device), stage) if gather else (stage,),
-        f"{t}: {why}",
+        f"{t}: {rows} x {columns} tiles on {device.sms} SMs take the least time by estimate",
         scratch=8 * streams * t.features * t.tokens if cut else 0,
         gathered=2 * m * spec["k_padded"] if gather else 0,
         counters=rest if cut else 0,
     )
 
 
-def _refuse_tile(spec: Spec, device: Device, x_dtype: str, t: Tiled) -> str | None:
-    if t.shared > device.shared:
-        return f"needs {t.shared} bytes of shared memory, a block has {device.shared}"
-    if t.blocks * t.columns > 16 and spec["group"] != -1 and spec["scale"] != x_dtype:
-        return f"{spec['scale']} scales on {x_dtype} sums need their registers"
-    return None
-
-
-def _choose_tiled(spec: Spec, m: int, device: Device, x_dtype: str) -> tuple[Tiled, list[tuple[str, str]]]:
-    fits = [t for t in TILES if _refuse_tile(spec, device, x_dtype, t) is None]
-    return fits[-1], []
+def _supported(spec: Spec, device: Device, x_dtype: str) -> None:
+    if device.arch < 80:
+        raise UnsupportedError(
+            "no Marlin kernel for this GPU", found=f"sm_{device.arch}", need="sm_80 or newer", do="dequantize instead"
+        )
+    if x_dtype not in X_DTYPES or spec["element"] not in STORED or spec["scale"] not in SCALES:
+        found = f"{spec['element']} with {spec['scale']} scales, {x_dtype} activations"
+        raise UnsupportedError(
+            "no Marlin kernel for these types", found=found, need="integers; f16 or bf16 activations"
+        )
+    if spec["k_padded"] > K_LIMIT:
+        raise UnsupportedError(
+            "too many input channels for a Marlin kernel", found=spec["k"], need=f"at most {K_LIMIT}"
+        )
+    if spec["scale_block"][0] != 1 or "global" in spec or "shards" in spec:
+        raise UnsupportedError("no Marlin kernel for these scales", need="one scale for a column and group")
 
 
 def plan(
@@ -207,23 +268,19 @@ def plan(
     ``x_dtype``: "f16" or "bf16", also y's. ``aligned``: every row of x starts on 16 bytes. ``variant`` replaces the
     choice, for measuring. Raises ``UnsupportedError`` where no kernel of ours runs.
     """
-    if device.arch < 80:
-        raise UnsupportedError(
-            "no Marlin kernel for this GPU", found=f"sm_{device.arch}", need="sm_80 or newer", do="dequantize instead"
-        )
-    if x_dtype not in X_DTYPES or spec["element"] not in STORED or spec["scale"] not in SCALES:
-        found = f"{spec['element']} with {spec['scale']} scales, {x_dtype} activations"
-        raise UnsupportedError("no Marlin kernel for these types", found=found, need="f16 or bf16 activations")
+    _supported(spec, device, x_dtype)
     if m == 0:
         return Plan((), "no rows")
+    if variant is None and m <= DECODE_TOKENS:
+        variant = choose_decode(spec, device)
     if isinstance(variant, Decode):
-        return _decode(spec, m, device, x_dtype, variant, "asked for")
-    if isinstance(variant, Tiled):
-        return _tiled(spec, m, device, x_dtype, aligned, variant, "asked for")
-    if m <= DECODE_TOKENS:
-        return _decode(spec, m, device, x_dtype, _choose_decode(spec, m, device), "m <= 16, bound by reading W once")
-    tile, rejected = _choose_tiled(spec, m, device, x_dtype)
-    return _tiled(spec, m, device, x_dtype, aligned, tile, "")
+        return _decode(spec, m, device, x_dtype, aligned, variant)
+    rejected: tuple[tuple[str, str], ...] = ()
+    if variant is None:
+        variant, rejected = choose_tile(spec, m, device, x_dtype)
+        rejected = (("decode", f"serves up to {DECODE_TOKENS} tokens, m is {m}"), *rejected)
+    made = _tiled(spec, m, device, x_dtype, aligned, variant)
+    return Plan(made.stages, made.why, made.scratch, made.gathered, made.counters, rejected)
 
 
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -233,10 +290,11 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
     seen = set()
     for element, scale, x_dtype, group in product(elements or STORED, SCALES, X_DTYPES, (-1, 16, 32, 64, 128)):
         spec = {"element": element, "scale": scale, "group": group, "zero": "int" if STORED[element] else None}
-        decode, tiled = _common(spec, x_dtype, _decode_slices(spec)), _common(spec, x_dtype, 4)
-        rows = [("marlin_decode", (*decode, blocks)) for blocks in (1, 2)]
-        fitting = (t for t in TILES if _refuse_tile(spec, device, x_dtype, t) is None)
-        rows += [("marlin_tiled", (*tiled, t.blocks, t.columns, t.wn, t.wm)) for t in fitting]
+        fitting = [t for t in TILES if refuse_tile(spec, device, x_dtype, t) is None]
+        rows = [("marlin_decode", _variant(spec, x_dtype, _decode_run(spec)))]
+        rows += [
+            ("marlin_tiled", _variant(spec, x_dtype, _run(spec, 4), t.blocks, t.columns, t.wn, t.wm)) for t in fitting
+        ]
         for row in rows:
             if row not in seen:
                 seen.add(row)

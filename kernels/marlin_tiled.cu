@@ -1,4 +1,4 @@
-// y[m, n] = x[m, k] W^T for m > 16. Eight warps share a block of 64 * wn features x 8 * blocks * wm tokens:
+// y[m, n] = x[m, k] W^T for m > 8. Eight warps share a block of 64 * wn features x 8 * blocks * wm tokens:
 //
 //   wn along features, wm along tokens, wk = 8 / (wn * wm) along k; a warp's tile is 64 features x 8 * blocks tokens
 //
@@ -27,6 +27,9 @@ struct Shape {
   static constexpr int FEATURES = 16 * JB * WN, TOKENS = 8 * NB * WM, STEP = 64 * WK;
   static constexpr int STAGE = TOKENS * STEP * 2; // bytes of x
   static constexpr int STAGES = STAGE > 16384 ? 3 : 4;
+  // Blocks on one SM, where 128 registers do; plan() knows it too.
+  static constexpr bool LEAN = facts(Element(V.element)).bits == 4 && V.run != 1 && (V.run == 0 || V.scale == V.x);
+  static constexpr int RESIDENT = NB * JB <= 8 && LEAN ? 2 : 1;
   static constexpr int FLOATS = FEATURES * TOKENS;
   static constexpr int ROW = FEATURES + 8; // u16 of a token's row on the way out, padded to spread the banks
   static_assert((WK - 1) * FLOATS * 4 <= STAGE * STAGES);
@@ -38,7 +41,7 @@ struct Segment {
 };
 
 template <Variant V>
-__global__ void __launch_bounds__(THREADS, 1)
+__global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
     marlin_tiled(const u32* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
                  const void* __restrict__ bias, const u16* __restrict__ x, u16* y, float* scratch, u32* counters,
                  int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx, i64 ldy, int bias_type,
@@ -56,17 +59,18 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int tiles = n_padded / 64;
   // run / runs_per_group as a multiplication, exact for 32-bit products of the two.
   const u32 runs_per_group = V.run ? group / (16 * R) : 1, reciprocal = 0xFFFFFFFFu / runs_per_group + 1;
-  const int all = rows * ((tiles + TILE - 1) / TILE); // plan() keeps it in 31 bits
+  const int all = rows * ((tiles + TILE - 1) / TILE); // 31 bits reach for 4 TB of y
   const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
 
-  // Whole tiles in turn, then the tiles that this block's share of the rest cuts. plan() keeps its units in 31 bits.
+  // Whole tiles in turn, then the tiles that this block's share of the rest cuts. plan() keeps the products in 32 bits.
+  auto share = [&](u32 block, u32 units) { return int(units * block / u32(streams)); };
   auto segment = [&](int turn) -> Segment {
     if (turn < waves) return {int(turn * gridDim.x + blockIdx.x), 0, steps};
-    const int whole = waves * gridDim.x;
-    const i64 units = i64(all - whole) * steps;
-    const int unit = int(units * blockIdx.x / streams), unit_end = int(units * (blockIdx.x + 1) / streams);
+    if (blockIdx.x >= streams) return {-1, 0, 0};
+    const int whole = waves * gridDim.x, units = (all - whole) * steps;
+    const int unit = share(blockIdx.x, units), unit_end = share(blockIdx.x + 1, units);
     const int tile = unit / steps + turn - waves;
-    if (blockIdx.x >= streams || tile * steps >= unit_end) return {-1, 0, 0};
+    if (tile * steps >= unit_end) return {-1, 0, 0};
     return {whole + tile, max(0, unit - tile * steps), min(steps, unit_end - tile * steps)};
   };
 
@@ -77,14 +81,14 @@ __global__ void __launch_bounds__(THREADS, 1)
     const bool inside = tile < tiles; // the last block of features may be short
 
     // A thread copies chunk c of every 32nd row of the stage; a row is one token's 64 k of one k part.
-    const int c = threadIdx.x % 8, r = threadIdx.x / 8;
+    const int c = threadIdx.x % 8, r = threadIdx.x / 8, token = r % P::TOKENS, k_of = r / P::TOKENS * 64 + c * 8;
     const u32 copy_to = shared_address(shared) + r * 128 + (c ^ r % 8) * 16;
-    const u16* copy_from = x + (m0 + r) * ldx + c * 8;
+    const u16* copy_from = x + (m0 + token) * ldx + k_of;
     auto copy_x = [&](int step, int ring) {
 #pragma unroll
       for (int i = 0; i < P::STAGE / 16 / THREADS; i++) {
         const int down = i * 32 % P::TOKENS, from = step * P::STEP + i * 32 / P::TOKENS * 64;
-        const int bytes = m0 + r + down < m ? max(0, min(16, (k - from - c * 8) * 2)) : 0;
+        const int bytes = m0 + token + down < m ? max(0, min(16, (k - from - k_of) * 2)) : 0;
         copy16(copy_to + ring * P::STAGE + i * 32 * 128, copy_from + down * ldx + from, bytes);
       }
     };
@@ -217,10 +221,10 @@ __global__ void __launch_bounds__(THREADS, 1)
       // A share of a tile. Streaming block c owns units [units c / streams, ..); its first share goes to slot 2c, a later
       // one to 2c + 1.
       const int place = done.id - waves * gridDim.x; // among the tiles that are cut
-      const i64 units = i64(all - done.id + place) * steps, start = i64(place) * steps;
-      auto owner = [&](i64 unit) { return int(((unit + 1) * streams - 1) / units); };
+      const int units = (all - waves * gridDim.x) * steps, start = place * steps;
+      auto owner = [&](u32 unit) { return int(((unit + 1) * streams - 1) / u32(units)); };
       auto slot = [&](int c) {
-        return reinterpret_cast<float4*>(scratch) + i64(2 * c + (units * c / streams < start)) * (P::FLOATS / 4) + mine;
+        return reinterpret_cast<float4*>(scratch) + i64(2 * c + (share(c, units) < start)) * (P::FLOATS / 4) + mine;
       };
       if (kw == 0) {
         float4* to = slot(blockIdx.x);

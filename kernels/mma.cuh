@@ -134,6 +134,14 @@ DEVICE void load_if(u32* to, const void* from, bool wanted) {
         : "l"(from), "r"(u32(wanted)));
 }
 
+DEVICE u32 load_or_zero(const u32* from, bool wanted) {
+  u32 v;
+  asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.b32 %0, [%1];}"
+      : "=r"(v)
+      : "l"(from), "r"(u32(wanted)));
+  return v;
+}
+
 // 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero.
 DEVICE void copy16(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");

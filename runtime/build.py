@@ -3,8 +3,8 @@
     python -m warptile.runtime.build --arch 90 OUT     every kernel that ``plan`` can choose there, into the folder OUT
     python -m warptile.runtime.build --check           a covering set of kernels for every architecture; fails on spills
 
-A cubin is known by a key over everything that shaped it: the kernel's source, our headers it includes, flags, target and
-template arguments. In the user's cache the compiler's version is part of the key; in a folder built ahead it is not
+A cubin is known by a key over everything that shaped it: the kernel's source, our headers it includes, flags, target
+and template arguments. In the user's cache the compiler's version is part of the key; in a folder built ahead it is not
 (it stands in the entry). Never PTX: PTX of a new compiler does not load on an older driver, a cubin does.
 """
 
@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -174,7 +175,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _text(program: Any, what: str) -> bytes:
-    buffer = b" " * _call(f"nvrtcGet{what}Size", program)
+    buffer = b" " * int(_call(f"nvrtcGet{what}Size", program))
     _call(f"nvrtcGet{what}", program, buffer)
     return buffer
 
@@ -205,7 +206,7 @@ def build(request: Request) -> Cubin:
         _call("nvrtcDestroyProgram", program)
 
 
-def compile(kernel: str, variant: Sequence[int], target: str, cubins: str | Path | None = None) -> Cubin:  # noqa: A001
+def compile(kernel: str, variant: Sequence[int], target: str, cubins: str | Path | None = None) -> Cubin:
     """The cubin of one stage: from ``cubins`` (default ``$WARPTILE_CUBINS``), from the user's cache, or built now.
 
     Raises ``UnsupportedError`` when it must be built and there is no NVRTC.
@@ -219,7 +220,10 @@ def compile(kernel: str, variant: Sequence[int], target: str, cubins: str | Path
     if cubin := _load(folder, name):
         return cubin
     cubin = build(request)
-    _store(folder, name, request, version, cubin)
+    try:
+        _store(folder, name, request, version, cubin)
+    except OSError as error:
+        warnings.warn(f"kernels are compiled anew in every process: {error}; set WARPTILE_CACHE", stacklevel=2)
     return cubin
 
 
@@ -279,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.check:
             targets = [t for t in ARCHITECTURES if options.arch is None or t == f"sm_{options.arch}"]
-            chosen = [Request(*row, t) for m in layouts().values() for t in targets for row in m.covering(t)]
+            chosen = [Request(kernel, v, t) for m in layouts().values() for t in targets for kernel, v in m.covering(t)]
             wrong = check(chosen, options.jobs)
             print("\n".join(wrong) if wrong else f"{len(chosen)} kernels, no spills", file=sys.stderr)
             return 1 if wrong else 0

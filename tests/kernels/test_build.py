@@ -1,0 +1,115 @@
+"""Kernels compile for every architecture without spills, and cubins are found by what they were made of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warptile.formats.canonical import ELEMENTS, SCALE_DTYPES
+from warptile.formats.errors import UnsupportedError, WarptileError
+from warptile.kernels.marlin_plan import covering, variants
+from warptile.runtime import build
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+try:
+    build.nvrtc_version()
+except UnsupportedError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+U4B8, F16 = list(ELEMENTS).index("u4b8"), list(SCALE_DTYPES).index("f16")
+DECODE = build.Request("marlin_decode", (U4B8, F16, F16, 0, 8), "sm_90")
+TILED = build.Request("marlin_tiled", (U4B8, F16, F16, 0, 4, 8, 4, 4, 1), "sm_80")
+
+
+def disassembler() -> str | None:
+    """nvdisasm from the path or from its wheel."""
+    if found := shutil.which("nvdisasm"):
+        return found
+    nvidia = pytest.importorskip("nvidia", reason="no nvdisasm")
+    wheels = [p for root in nvidia.__path__ for p in Path(root).glob("*/bin/nvdisasm")]
+    return str(wheels[0]) if wheels else None
+
+
+def test_device_enumerations_are_the_canonical_rows(tmp_path: Path) -> None:
+    header = build.elements_header()
+    assert f"enum class Element : int {{ {', '.join(ELEMENTS)} }};" in header
+    assert f"enum class Dtype : int {{ {', '.join(SCALE_DTYPES)} }};" in header
+
+
+@pytest.mark.parametrize("request_", [DECODE, TILED], ids=lambda r: r.kernel)
+def test_weights_arrive_in_16_byte_loads_and_nothing_spills(request_: build.Request, tmp_path: Path) -> None:
+    cubin = build.build(request_)
+    report = build.resources(cubin)
+    assert report.spills == 0
+    assert report.notes == ()
+    tool = disassembler()
+    if tool is None:
+        pytest.skip("no nvdisasm")
+    (tmp_path / "a.cubin").write_bytes(cubin.image)
+    sass = subprocess.run([tool, "-c", tmp_path / "a.cubin"], capture_output=True, text=True, check=True).stdout
+    assert "HMMA.16816" in sass
+    assert "LDG.E.128" in sass.replace(".NA", "").replace(".CONSTANT", "").replace(".LTC256B", "")
+    assert "LDL" not in sass
+    assert "STL" not in sass
+
+
+@pytest.mark.parametrize("target", build.ARCHITECTURES)
+def test_each_architecture_has_kernels_to_check(target: str) -> None:
+    every = {row[:2] for row in variants(90)}
+    assert set(covering(target)) <= every
+
+
+def test_a_cubin_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARPTILE_CACHE", str(tmp_path))
+    monkeypatch.delenv("WARPTILE_CUBINS", raising=False)
+    first = build.compile("gather", (1,), "sm_80")
+    monkeypatch.setattr(build, "build", lambda request: pytest.fail("built twice"))
+    assert build.compile("gather", (1,), "sm_80") == first
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".cubin", ".json"]
+    assert first.image[:4] == b"\x7fELF"
+
+
+def test_kernels_built_ahead_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = build.Request("gather", (0,), "sm_80")
+    assert build.prebuild([request], tmp_path, jobs=1) == 1
+    assert build.prebuild([request], tmp_path, jobs=1) == 0
+    (entry,) = (json.loads(p.read_text()) for p in tmp_path.glob("*.json"))
+    assert entry["kernel"] == "gather<Variant{0}>"
+    assert tuple(entry["nvrtc"]) == build.nvrtc_version()
+
+    def absent() -> Any:
+        raise UnsupportedError("no CUDA compiler")
+
+    monkeypatch.setattr(build, "_nvrtc", absent)
+    build.nvrtc_version.cache_clear()
+    monkeypatch.setenv("WARPTILE_CUBINS", str(tmp_path))
+    assert build.compile(*request).entry == entry["entry"]
+    with pytest.raises(UnsupportedError, match="no CUDA compiler"):
+        build.compile("gather", (0,), "sm_89")
+    build.nvrtc_version.cache_clear()
+
+
+def test_the_key_is_everything_that_shapes_the_cubin(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {
+        build.key(DECODE),
+        build.key(DECODE, (13, 5)),
+        build.key(DECODE._replace(target="sm_89")),
+        build.key(DECODE._replace(variant=(U4B8, F16, F16, 0, 4))),
+        build.key(TILED),
+    }
+    before = build.key(DECODE)
+    source, headers = build._sources("marlin_decode")
+    assert {"elements.h", "mma.cuh", "decode.cuh"} <= set(headers)
+    changed = {**headers, "mma.cuh": headers["mma.cuh"] + "\n"}
+    monkeypatch.setattr(build, "_sources", lambda kernel: (source, changed))
+    assert build.key(DECODE) != before
+    assert len(keys) == 5
+
+
+def test_a_kernel_that_does_not_compile_says_where() -> None:
+    with pytest.raises(WarptileError, match=r"marlin_decode<Variant\{0, 0, 0, 0, 8\}> does not compile for sm_80: "):
+        build.build(build.Request("marlin_decode", (0, 0, 0, 0, 8), "sm_80"))

@@ -1,0 +1,169 @@
+"""What ``plan`` promises: launches that fit the kernels and the device, chosen by module, shape and device alone."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from itertools import product
+
+import pytest
+from warptile.formats.errors import UnsupportedError
+from warptile.kernels import marlin
+from warptile.kernels.launch import Device, Stage
+from warptile.kernels.marlin_plan import TILES, Tiled, choose_decode, plan
+
+H200 = Device(arch=90, sms=132, shared=232448)
+RTX_3090 = Device(arch=86, sms=82, shared=101376)
+A100 = Device(arch=80, sms=108, shared=166912)
+
+
+def spec_of(n: int, k: int, group: int = 128, **other: object) -> dict[str, object]:
+    np_, kp = marlin.padded(n, k, group)
+    spec = {
+        "element": "u4b8",
+        "scale": "f16",
+        "scale_block": [1, group],
+        "zero": None,
+        "perm": False,
+        "bias": None,
+        "experts": None,
+    }
+    return {**spec, "n": n, "k": k, "n_padded": np_, "k_padded": kp, "group": group, **other}
+
+
+SPECS = [
+    spec_of(28672, 8192),
+    spec_of(4096, 4096, bias="f16"),
+    spec_of(14336, 4096, 32, element="u8", zero="int", scale="f32"),
+    spec_of(200, 300, 48, perm=True, bias="f32", scale="bf16"),
+    spec_of(64, 100000, -1, element="u8b128"),
+    spec_of(151936, 16, 16, element="u4", zero="int"),
+]
+
+
+def parameters(kernel: str) -> list[str]:
+    """The C++ types of a kernel's parameters, in order: "pointer", "int" or "i64"."""
+    source = files("warptile.kernels").joinpath(f"{kernel}.cu").read_text("utf-8")
+    (found,) = re.findall(rf"__global__[^;]*?\b{kernel}\(([^)]*)\)\s*{{", source)
+    return ["pointer" if "*" in p else p.split()[0] for p in found.split(",")]
+
+
+def type_of(arg: str | int) -> str:
+    if isinstance(arg, int) or arg in ("m", "n", "k", "n_padded", "k_padded", "group"):
+        return "int"
+    return "i64" if arg in ("ldx", "ldy", "ld_gathered") else "pointer"
+
+
+def fields(kernel: str) -> int:
+    source = files("warptile.kernels").joinpath(f"{kernel}.cu").read_text("utf-8")
+    (body,) = re.findall(r"struct Variant \{(.*?)\};", source, re.DOTALL)
+    return sum(len(line.split(",")) for line in re.findall(r"int ([^;]*);", body))
+
+
+@pytest.mark.parametrize("device", [H200, RTX_3090, A100], ids=lambda d: f"sm_{d.arch}")
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64, 200, 1024, 70000])
+def test_every_launch_fits_its_kernel_and_the_device(m: int, device: Device) -> None:
+    for spec, x_dtype, aligned in product(SPECS, ("f16", "bf16"), (True, False)):
+        made = plan(spec, m, device, x_dtype, aligned)
+        assert made.why
+        for stage in made.stages:
+            assert isinstance(stage, Stage)
+            assert [type_of(a) for a in stage.args] == parameters(stage.kernel)
+            assert len(stage.variant) == fields(stage.kernel)
+            assert 0 < stage.shared + 128 <= device.shared or stage.shared == 0
+            assert 0 < stage.grid[0] < 2**31
+            assert 0 < stage.grid[1] < 2**16
+            assert stage.grid[2] == 1
+            assert stage.block % 32 == 0
+            assert 32 <= stage.block <= 512
+        assert bool(made.scratch) == bool(made.counters)
+        assert made == plan(spec, m, device, x_dtype, aligned)
+
+
+def test_no_rows_no_launch() -> None:
+    assert plan(SPECS[0], 0, H200, "f16").stages == ()
+
+
+def test_older_gpus_and_foreign_types_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="found sm_75; need sm_80 or newer"):
+        plan(SPECS[0], 1, Device(arch=75, sms=40, shared=65536), "f16")
+    with pytest.raises(UnsupportedError, match="found u4b8 with f16 scales, f32 activations"):
+        plan(SPECS[0], 1, H200, "f32")
+
+
+def test_scales_that_are_no_column_of_a_group_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="need one scale for a column and group"):
+        plan({**SPECS[0], "scale_block": [128, 128]}, 1, H200, "f16")
+    with pytest.raises(UnsupportedError, match="need one scale for a column and group"):
+        plan({**SPECS[0], "shards": [14336, 14336]}, 1, H200, "f16")
+
+
+@pytest.mark.parametrize("m", [4, 100])
+@pytest.mark.parametrize(("perm", "aligned", "gathers"), [(False, True, 0), (True, True, 1), (False, False, 1)])
+def test_rows_are_gathered_only_where_they_cannot_be_read(perm: bool, aligned: bool, gathers: int, m: int) -> None:
+    spec = spec_of(256, 512, perm=perm)
+    made = plan(spec, m, A100, "f16", aligned)
+    assert [s.kernel for s in made.stages].count("gather") == gathers
+    assert made.gathered == gathers * m * spec["k_padded"] * 2
+    assert made.stages[-1].kernel == ("marlin_decode" if m <= 8 else "marlin_tiled")
+    assert ("x" in made.stages[-1].args) == (gathers == 0)
+
+
+def test_an_odd_row_cannot_be_read_in_pairs() -> None:
+    assert [s.kernel for s in plan(spec_of(64, 515), 1, H200, "f16").stages] == ["gather", "marlin_decode"]
+    assert [s.kernel for s in plan(spec_of(64, 516), 1, H200, "f16").stages] == ["marlin_decode"]
+
+
+def test_a_plan_says_why_each_other_tile_was_not_taken() -> None:
+    spec = spec_of(28672, 8192, scale="bf16")
+    made = plan(spec, 1024, RTX_3090, "f16")
+    reasons = dict(made.rejected)
+    assert made.why.partition(":")[0] not in reasons
+    assert "bf16 scales multiply f16 sums in fp32" in reasons["tile 256 x 128"]
+    assert any(reason.endswith("times as long") for reason in reasons.values())
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(
+    ("tiles", "steps", "streams"), [(112, 128, 132), (1, 7, 5), (64, 16, 100), (131, 3, 132), (5, 1, 5)]
+)
+def test_cut_tiles_are_covered_once_and_summed_in_order(tiles: int, steps: int, streams: int, tile: Tiled) -> None:
+    """The arithmetic of marlin_tiled's segments: shares, their owners, and the slots of their sums."""
+    units = tiles * steps
+    begin = [units * c // streams for c in range(streams + 1)]
+    owner = [((unit + 1) * streams - 1) // units for unit in range(units)]
+    assert all(begin[c] <= unit < begin[c + 1] for unit, c in enumerate(owner))
+    slots: dict[int, tuple[int, int]] = {}
+    for place in range(tiles):
+        start = place * steps
+        contributors = range(owner[start], owner[start + steps - 1] + 1)
+        assert sorted(set(owner[start : start + steps])) == list(contributors)
+        if len(contributors) > 1:
+            for c in contributors:
+                slot = 2 * c + (begin[c] < start)
+                assert slots.setdefault(slot, (place, c)) == (place, c)
+    assert max(slots, default=0) < 2 * streams
+    assert tile.features * tile.tokens * 4 * (tile.wk - 1) <= tile.shared
+
+
+@pytest.mark.parametrize(("k", "group"), [(8192, 128), (4096, -1), (300, 48), (16, 16), (100000, 256)])
+def test_warps_of_all_splits_cover_k_once(k: int, group: int) -> None:
+    """The arithmetic of marlin_decode's ranges: whole runs, in order, none twice."""
+    run = 4 if group == -1 else next(r for r in (8, 4, 2, 1) if group // 16 % r == 0)
+    slices = marlin.padded(64, k, group)[1] // 16
+    unit = run if slices % 8 else 8
+    for warps, splits in product((4, 8, 16), (1, 2, 3, 5)):
+        parts = [unit * (slices // unit * i // (splits * warps)) for i in range(splits * warps + 1)]
+        assert parts[0] == 0
+        assert parts[-1] == slices
+        assert parts == sorted(parts)
+        assert all(p % run == 0 for p in parts)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s['n']}x{s['k']}")
+@pytest.mark.parametrize("device", [H200, RTX_3090, A100], ids=lambda d: f"sm_{d.arch}")
+def test_decode_gives_every_block_a_tile_and_keeps_sizes_in_32_bits(spec: dict[str, int], device: Device) -> None:
+    d = choose_decode(spec, device)
+    assert 1 <= d.columns <= spec["n_padded"] // 64
+    assert d.warps in (4, 8, 16)
+    assert spec["k_padded"] // 16 * d.warps * d.splits < 2**32
