@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from contextlib import ExitStack
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -87,19 +88,15 @@ def read_time(nbytes: int) -> float:
     return best
 
 
-def ours(path: Path, names: list[str], x: np.ndarray, m: int, dtype: str) -> tuple[float, np.ndarray, str]:
-    import cupy
-
-    with Session(path) as session:
-        session.prepare(m, dtype, names)
-        device_x = as_device(x)
-        outs = [as_device(np.zeros((m, session.module(names[0]).n), DTYPES[dtype])) for _ in range(2)]
-        call = lambda i: session.linear(names[i % len(names)], device_x, out=outs[i % 2])  # noqa: E731
-        call(0)
-        y = to_host(outs[0])
-        time = graph_time(call, max(20, len(names)))
-        cupy.cuda.Device().synchronize()
-        return time, y, session.explain(names[0], m, dtype).lines[0]
+def ours(session: Session, names: list[str], x: np.ndarray, m: int, dtype: str) -> tuple[float, np.ndarray, str]:
+    session.prepare(m, dtype, names)
+    device_x = as_device(x)
+    outs = [as_device(np.zeros((m, session.module(names[0]).n), DTYPES[dtype])) for _ in range(2)]
+    call = lambda i: session.linear(names[i % len(names)], device_x, out=outs[i % 2])  # noqa: E731
+    call(0)
+    y = to_host(outs[0])
+    how = next(line for line in session.explain(names[0], m, dtype).lines if line.startswith("why"))
+    return graph_time(call, max(20, len(names))), y, how.removeprefix("why: ").split(":")[0]
 
 
 def as_device(a: np.ndarray) -> Any:
@@ -165,14 +162,15 @@ def measure(shape: Shape, args: argparse.Namespace, record: dict[str, Any]) -> l
         zero=None if q.zero is None else q.zero[:CHECKED_FEATURES],
     )
     reference = dequantize(head, np.float64)
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "copies.safetensors"
         names = write_copies(path, q)
+        session = stack.enter_context(Session(path))
         weights_read = read_time(shape.bytes(0, q.element.bits, args.group))
         layers: list[Any] = []
         for m in args.m:
             x = np.random.default_rng(m).standard_normal((m, shape.k)).astype(DTYPES[args.dtype])
-            time, y, how = ours(path, names, x, m, args.dtype)
+            time, y, how = ours(session, names, x, m, args.dtype)
             row = {
                 **record, "n": shape.n, "k": shape.k, "m": m, "element": args.element, "group": args.group,
                 "dtype": args.dtype, "us": round(time, 2), "error": error(y, x, reference), "how": how,
@@ -180,12 +178,16 @@ def measure(shape: Shape, args: argparse.Namespace, record: dict[str, Any]) -> l
             }  # fmt: skip
             if "cublas" in args.peers:
                 row["cublas_us"] = round(cublas(shape, x), 2)
-            if "humming" in args.peers and (peer := humming(shape, args.element, args.group, x, layers)) is not None:
+            wanted = "humming" in args.peers and m in args.humming_m
+            if wanted and (peer := humming(shape, args.element, args.group, x, layers)) is not None:
                 row["humming_us"] = round(peer, 2)
             cupy.get_default_memory_pool().free_all_blocks()
             torch.cuda.empty_cache()
             rows.append(row)
             print(line(row), flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
     return rows
 
 
@@ -199,7 +201,7 @@ def line(r: dict[str, Any]) -> str:
     rate = 2 * r["m"] * r["n"] * r["k"] / r["us"] / 1e6
     return (
         f"{r['n']:6d} {r['k']:6d} {r['m']:5d} | {r['read_us']:5.1f} {peer('cublas_us'):>7} {peer('humming_us'):>8} | "
-        f"{r['us']:6.1f} {r['error']:.1e} {rate:8.0f} | {r['how'].split(', grid')[0]}"
+        f"{r['us']:6.1f} {r['error']:.1e} {rate:8.0f} | {r['how']}"
     )
 
 
@@ -246,6 +248,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=list(DTYPES), help="scales, by default the activations' type")
     parser.add_argument("--m", type=lambda text: [int(m) for m in text.split(",")], default=list(MS))
     parser.add_argument("--shape", action="append", type=lambda s: Shape(*map(int, s.split("x"))), help="NxK")
+    parser.add_argument("--humming-m", type=lambda text: [int(m) for m in text.split(",")], default=list(MS))
     parser.add_argument("--peers", default="cublas,humming", type=lambda text: text.split(","))
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     parser.add_argument("--commit", help="recorded; by default what git says")
@@ -266,9 +269,6 @@ def main() -> None:
     record = {"date": date.today().isoformat(), "device": name, "commit": commit}
     print(f"{name}, {record['date']}, {commit}: {args.element} group {args.group}, {args.dtype}; us\n{HEADER}")
     rows = [row for shape in args.shape or SHAPES for row in measure(shape, args, record)]
-    if args.out:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
     if any(not row["error"] <= (3e-3 if args.dtype == "bfloat16" else 1e-3) for row in rows):
         sys.exit("an error is out of bounds")
 
