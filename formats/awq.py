@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from . import awq_kinds as kinds
 from . import checks
-from .bits import pack_stream, unpack_stream
+from .bits import pack_stream, split_words
 from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor
 from .errors import UnsupportedError
-from .fragment import reorder, restore
+from .fragment import reorder
 from .groups import group_size
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ OPTIONS = ("group_size",)
 
 BITS = 4
 COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+SHIFTS = BITS * np.argsort(COLUMNS)
+"""The bit at which the code of each of eight columns begins."""
 NEUTRAL = 8
 """The zero point of a symmetric module."""
 
@@ -152,7 +154,7 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
 
 def _unpack(words: Tensor) -> Array:
     """[r, N/8] words -> uint8 [r, N]."""
-    return restore(unpack_stream(words.array().view(np.uint32), BITS), COLUMNS)
+    return split_words(words.array(), SHIFTS)
 
 
 def _linear(checkpoint: Checkpoint, module: str) -> _Linear:

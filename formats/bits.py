@@ -1,21 +1,65 @@
 """Fields of a few bits in little-endian streams, and the index maps from matrix coordinates to fields.
 
 A layout is written once, as a function from coordinates to (word, field); packing, unpacking and the pictures in
-the documentation all come from that function through ``Tile``.
+the documentation all come from that function through ``Tile``. Large arrays go through the compiled loops of
+``compiled.py``, fed with tables of that same function; NumPy is the reference, and what is left without numba.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import import_module
 from math import gcd
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+
+LARGE = 1 << 18
+"""Codes below which NumPy is done before a compiled loop is loaded."""
+NIBBLES = np.arange(0, 32, 4)
+
+
+@cache
+def _compiled() -> ModuleType | None:
+    try:
+        return import_module(".compiled", __package__)
+    except ImportError:
+        return None
+
+
+def loops(count: int) -> ModuleType | None:
+    """The compiled loops for ``count`` codes; None when they are not worth loading, or numba cannot be imported."""
+    return _compiled() if count >= LARGE else None
+
+
+def plain(array: Array) -> Array:
+    """The array as compiled loops take it: C order, aligned, writable; a copy only where it is not."""
+    return np.require(array, requirements=("C", "A", "W"))
+
+
+def contiguous(matrix: Array) -> Array:
+    """uint8 [a, b] in C order; a transposed view is copied by blocks."""
+    fast = loops(matrix.size)
+    (a, b), turned = matrix.shape, matrix.T
+    if fast is None or matrix.flags.c_contiguous or not turned.flags.c_contiguous or a % 8 or b % 8:
+        return np.ascontiguousarray(matrix)
+    out = np.empty((a, b), np.uint8)
+    fast.transpose(plain(turned), out)
+    return out
+
+
+def count_masked(codes: Array, mask: int) -> int:
+    """How many codes, uint8 of any shape, have all bits of ``mask``."""
+    fast = loops(codes.size)
+    if fast is None or not codes.flags.c_contiguous:
+        return int(((codes & np.uint8(mask)) == mask).sum())
+    return int(fast.count_masked(plain(codes).reshape(-1), np.uint8(mask)))
 
 
 def pack_stream(values: Array, bits: int) -> Array:
@@ -25,6 +69,13 @@ def pack_stream(values: Array, bits: int) -> Array:
     """
     lead, count = values.shape[:-1], values.shape[-1]
     assert count * bits % 32 == 0, (count, bits)
+    if bits == 8:
+        return np.ascontiguousarray(values).view("<u4").astype(np.uint32, copy=False)
+    fast = loops(values.size)
+    if fast is not None and bits == 4:
+        words = np.empty((*lead, count // 8), np.uint32)
+        fast.join_words(plain(values).reshape(-1).view(np.uint64), NIBBLES, words.reshape(-1))
+        return words
     if 32 % bits == 0:
         fields = np.ascontiguousarray(values).reshape(*lead, -1, 32 // bits)
         words = np.zeros(fields.shape[:-1], np.uint32)
@@ -40,6 +91,10 @@ def unpack_stream(words: Array, bits: int) -> Array:
     """The inverse of ``pack_stream``: uint32 or int32 [.., w] -> uint8 [.., w * 32 / bits]."""
     words = np.ascontiguousarray(words)
     lead, count = words.shape[:-1], words.shape[-1] * 32 // bits
+    if bits == 8:
+        return words.view(np.uint8).reshape(*lead, count)
+    if loops(words.size * 8) is not None and bits == 4:
+        return split_words(words, NIBBLES)
     if 32 % bits == 0:
         unsigned, mask = words.view(np.uint32), np.uint32(2**bits - 1)
         fields = np.empty((*words.shape, 32 // bits), np.uint8)
@@ -48,6 +103,19 @@ def unpack_stream(words: Array, bits: int) -> Array:
         return fields.reshape(*lead, count)
     stream = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(*lead, count, bits)
     return np.packbits(stream, axis=-1, bitorder="little")[..., 0]
+
+
+def split_words(words: Array, shifts: Array) -> Array:
+    """uint32 or int32 [.., w] of eight nibbles -> uint8 [.., 8 w]: code i of a word is at bit shifts[i]."""
+    out = np.empty((*words.shape[:-1], words.shape[-1] * 8), np.uint8)
+    fast = loops(out.size)
+    if fast is not None:
+        fast.split_words(plain(words).view(np.uint32).reshape(-1), np.asarray(shifts), out.reshape(-1).view(np.uint64))
+        return out
+    fields = out.reshape(*words.shape, 8)
+    for i, shift in enumerate(shifts):
+        fields[..., i] = (words.view(np.uint32) >> np.uint32(shift)) & np.uint32(15)
+    return out
 
 
 def pack_ragged(values: Array, bits: int) -> Array:
@@ -82,6 +150,20 @@ def join_nibbles(codes: Array) -> Array:
 
 
 @dataclass(frozen=True)
+class Tables:
+    """An index map as the compiled loops want it: rows of a tile whose codes meet in the same words go together."""
+
+    members: Array
+    """[sets, rows of a set]: the rows k of each set."""
+    shifts: Array
+    """uint32 [k, n]: the bit of its word at which a code begins."""
+    places: Array
+    """[sets, n]: the word that the codes of a column of a set are in."""
+    terms: Array
+    """[words, columns of a word]: the entries of ``places``, flat, that are this word."""
+
+
+@dataclass(frozen=True)
 class Tile:
     """A rectangle of k x n codes stored as one run of 32-bit words, in the order ``place`` says."""
 
@@ -91,17 +173,38 @@ class Tile:
     place: Callable[[Array, Array], tuple[Array, Array]]
     """(k in tile, n in tile) -> (word, field within the word, lowest first); elementwise on integer arrays."""
 
+    def _fields(self) -> tuple[Array, Array]:
+        """(word, field) of every code, both [k, n]."""
+        word, field = self.place(*np.meshgrid(np.arange(self.k), np.arange(self.n), indexing="ij"))
+        return word, field
+
     @cached_property
     def order(self) -> Array:
         """intp [k * n]: the field at stream position i holds the code at row-major position order[i]."""
-        k, n = np.meshgrid(np.arange(self.k), np.arange(self.n), indexing="ij")
-        word, field = self.place(k, n)
+        word, field = self._fields()
         order = np.argsort((word * (32 // self.bits) + field).reshape(-1))
         return order
+
+    @cached_property
+    def tables(self) -> Tables:
+        """``place`` as tables."""
+        word, field = self._fields()
+        places, which = np.unique(word, axis=0, return_inverse=True)
+        members = np.argsort(which.reshape(-1), kind="stable").reshape(len(places), -1)
+        terms = np.argsort(places.reshape(-1), kind="stable").reshape(self.k * self.n * self.bits // 32, -1)
+        return Tables(members, (field * self.bits).astype(np.uint32), places, terms)
 
     def pack(self, codes: Array) -> Array:
         """uint8 [.., K, N] -> int32 [.., K / k, N / n * words a tile]; K and N are multiples of the tile's."""
         *lead, K, N = codes.shape
+        fast = loops(codes.size)
+        if fast is not None:
+            words, t = np.empty((*lead, K // self.k, N * self.k * self.bits // 32), np.uint32), self.tables
+            matrix = contiguous(codes) if not lead else codes
+            fast.pack_tiles(
+                plain(matrix).reshape(-1, N), t.members, t.shifts, t.terms, words.reshape(-1, words.shape[-1])
+            )
+            return words.view(np.int32)
         tiles = codes.reshape(*lead, K // self.k, self.k, N // self.n, self.n).swapaxes(-3, -2)
         tiles = tiles.reshape(*lead, K // self.k, N // self.n, self.k * self.n)
         return pack_stream(tiles[..., self.order], self.bits).reshape(*lead, K // self.k, -1).view(np.int32)
@@ -110,6 +213,13 @@ class Tile:
         """The inverse of ``pack``."""
         *lead, kt, per_row = words.shape
         nt = per_row * (32 // self.bits) // (self.k * self.n)
+        fast = loops(words.size * (32 // self.bits))
+        if fast is not None:
+            codes, t = np.empty((*lead, kt * self.k, nt * self.n), np.uint8), self.tables
+            stored = plain(words).view(np.uint32).reshape(-1, per_row)
+            mask = np.uint32(2**self.bits - 1)
+            fast.unpack_tiles(stored, t.members, t.shifts, t.places, mask, codes.reshape(-1, nt * self.n))
+            return codes
         stream = unpack_stream(words.reshape(*lead, kt, nt, -1), self.bits)
         tiles = np.empty_like(stream)
         tiles[..., self.order] = stream

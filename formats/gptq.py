@@ -137,7 +137,7 @@ def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
     if "B" in members:
         codes, scales = gptq_marlin.unpack(members["B"].array().view(np.int32), scales)
     else:
-        codes = unpack_rows(members["qweight"].array().view(np.uint32), linear.bits, _inverse(linear.perm))
+        codes = unpack_rows(members["qweight"].array().view(np.uint32), linear.bits, _channels(linear.perm, linear.k))
     bias = members.get("bias")
     return QuantTensor(
         element=linear.element,
@@ -159,7 +159,7 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
         tiles, scales = gptq_marlin.pack(codes, scales)
         tensors = {"B": tiles.view(WORDS[dtypes["B"]]), "s": scales}
     else:
-        words = pack_rows(codes, q.source["bits"], _inverse(q.perm))
+        words = pack_rows(codes, q.source["bits"], _channels(q.perm, q.k))
         tensors = {"qweight": words.view(WORDS[dtypes["qweight"]]), "scales": scales}
     zero = None if q.zero is None else q.zero.T
     tensors |= dict(_derived(q.source, q.n, q.k, q.scales[0].block[1], zero, q.perm))
@@ -267,6 +267,6 @@ def _tiled(members: dict[str, Tensor], label: Label, say: Say) -> _Linear:
     return _Linear(members, bits, n, k, group, None, None, {"checkpoint_format": "marlin"})
 
 
-def _inverse(perm: Array | None) -> Array | None:
-    """intp [k]: the stored position of each channel."""
-    return None if perm is None else np.argsort(perm)
+def _channels(perm: Array | None, k: int) -> Array:
+    """[k]: the logical channel of each stored column."""
+    return np.arange(k) if perm is None else perm

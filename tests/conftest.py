@@ -6,6 +6,7 @@ import warnings
 from functools import cache
 
 import pytest
+from warptile.formats import bits
 
 
 @cache
@@ -22,6 +23,13 @@ def _no_gpu() -> str | None:
 
     capability = int(Device(0).compute_capability)
     return None if capability >= 80 else f"the GPU is sm_{capability}; need sm_80 or newer"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled loops for arrays of any size."""
+    monkeypatch.setattr(bits, "LARGE", 1)
+    assert bits.loops(1) is not None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from warptile.formats import bits as module
 from warptile.formats import fragment
-from warptile.formats.bits import pack_ragged, pack_stream, unpack_ragged, unpack_stream
+from warptile.formats.bits import (
+    Tile,
+    contiguous,
+    count_masked,
+    pack_ragged,
+    pack_stream,
+    split_words,
+    unpack_ragged,
+    unpack_stream,
+)
 from warptile.formats.fragment import SCALE_COLUMNS, TILES, reorder, restore
 
 
@@ -68,3 +78,59 @@ def test_reorder_inverts() -> None:
     stored = reorder(grid, SCALE_COLUMNS)
     assert [stored[0, 8 * i + v] for i in range(8) for v in range(8)] == [i + 8 * v for i in range(8) for v in range(8)]
     np.testing.assert_array_equal(restore(stored, SCALE_COLUMNS), grid)
+
+
+def _striped(k: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An order in which a word takes codes of two rows: 2-bit fields, 8 x 16."""
+    return 4 * (k // 4) + n // 4, 4 * (k % 4) + n % 4
+
+
+@pytest.mark.parametrize("tile", [*TILES.values(), Tile(8, 16, 2, _striped)])
+def test_compiled_tiles_are_those_of_numpy(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = np.random.default_rng(1).integers(0, 2**tile.bits, (2, 3 * tile.k, 2 * tile.n), dtype=np.uint8)
+    want = tile.pack(codes)
+    monkeypatch.setattr(module, "LARGE", 1)
+    assert module.loops(1) is not None
+    np.testing.assert_array_equal(tile.pack(codes), want)
+    np.testing.assert_array_equal(tile.pack(np.asfortranarray(codes[0])), want[0])
+    np.testing.assert_array_equal(tile.unpack(want), codes)
+    want.setflags(write=False)
+    np.testing.assert_array_equal(tile.unpack(want), codes)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_compiled_streams_are_those_of_numpy(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = np.random.default_rng(2).integers(0, 2**bits, (3, 2080), dtype=np.uint8)
+    want = pack_stream(codes, bits)
+    monkeypatch.setattr(module, "LARGE", 1)
+    np.testing.assert_array_equal(pack_stream(codes, bits), want)
+    np.testing.assert_array_equal(pack_stream(np.asfortranarray(codes), bits), want)
+    np.testing.assert_array_equal(unpack_stream(want.view(np.int32), bits), codes)
+
+
+@pytest.mark.parametrize("large", [1, 1 << 60])
+def test_words_in_any_order_of_nibbles(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGE", large)
+    words = np.array([[0x76543210, 0xFEDCBA98], [0x00000000, 0xF0000001]], np.uint32)
+    order = np.array([4, 0, 28, 8, 12, 16, 20, 24])
+    want = [[1, 0, 7, 2, 3, 4, 5, 6, 9, 8, 15, 10, 11, 12, 13, 14], [0] * 8 + [0, 1, 15, 0, 0, 0, 0, 0]]
+    np.testing.assert_array_equal(split_words(words, order), want)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (72, 136), (9, 8)])
+def test_turned_matrices_are_copied_in_order(shape: tuple[int, int], compiled: None) -> None:
+    codes = np.random.default_rng(3).integers(0, 256, shape, dtype=np.uint8)
+    copied = contiguous(codes.T)
+    assert copied.flags.c_contiguous
+    np.testing.assert_array_equal(copied, codes.T)
+
+
+def test_codes_with_all_bits_of_a_mask_are_counted(compiled: None) -> None:
+    codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    assert count_masked(codes, 0x7F) == count_masked(codes.T, 0x7F) == 2
+
+
+def test_without_numba_numpy_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_compiled", lambda: None)
+    monkeypatch.setattr(module, "LARGE", 1)
+    test_tile_round_trip(4, ())

@@ -15,7 +15,7 @@ import pytest
 from cases import Case, Stored, floats, gptq_case, gptq_marlin_case, ints, stream, write_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from warptile.formats import gptq, gptq_config, gptq_rows
+from warptile.formats import gptq, gptq_config
 from warptile.formats.canonical import QuantTensor, dequantize
 from warptile.formats.container import Checkpoint, open_checkpoint
 from warptile.formats.errors import CorruptError, UnsupportedError, UsageError, WarptileError
@@ -168,9 +168,7 @@ def test_bytes_survive_a_layout(kind: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("g_idx", ["groups", "act"])
-def test_strips_of_rows_join(bits: int, g_idx: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large modules are worked on a few rows at a time; the last strip is shorter."""
-    monkeypatch.setattr(gptq_rows, "STRIP", 3 * 8)
+def test_compiled_loops_read_what_numpy_reads(bits: int, g_idx: str, tmp_path: Path, compiled: None) -> None:
     case = gptq_case(bits=bits, n=8, k=160, g_idx=g_idx)
     check(open_checkpoint(case.save(tmp_path)), case)
 

@@ -1,0 +1,182 @@
+"""The loops of ``bits.py`` compiled by numba: the same functions of the same tables, several codes an instruction.
+
+Nothing here knows a layout: where a code goes is in the tables that ``bits.Tile`` derives from its index map. Every
+loop releases the interpreter, so threads run them side by side. Arrays are C-contiguous, aligned and writable.
+Machine code is kept beside this file, or in the user's cache where that cannot be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """As machine code for the types of its first call, kept on disk."""
+    return cast(F, njit(nogil=True, cache=True)(function))
+
+
+EDGE = 8  # blocks below one another that ``transpose`` turns in a row: they fill a cache line of the result
+
+
+@compiled
+def pack_tiles(codes: Array, members: Array, shifts: Array, terms: Array, out: Array) -> None:
+    """uint8 [K, N] -> uint32 [K / k, N / n * words a tile], tables as in ``bits.Tables``."""
+    sets, size = members.shape
+    n = shifts.shape[1]
+    words, several = terms.shape
+    parts = np.empty(sets * n, np.uint32)
+    for i in range(out.shape[0]):
+        for j in range(codes.shape[1] // n):
+            for s in range(sets):
+                part = parts[s * n : (s + 1) * n]
+                for r in range(size):
+                    row = codes[i * sets * size + members[s, r], j * n : (j + 1) * n]
+                    shift = shifts[members[s, r]]
+                    if r == 0:
+                        for x in range(n):
+                            part[x] = np.uint32(row[x]) << shift[x]
+                    else:
+                        for x in range(n):
+                            part[x] |= np.uint32(row[x]) << shift[x]
+            tile = out[i, j * words : (j + 1) * words]
+            for w in range(words):
+                value = parts[terms[w, 0]]
+                for t in range(1, several):
+                    value |= parts[terms[w, t]]
+                tile[w] = value
+
+
+@compiled
+def unpack_tiles(words: Array, members: Array, shifts: Array, places: Array, mask: Any, out: Array) -> None:
+    """The inverse of ``pack_tiles``."""
+    sets, size = members.shape
+    n = shifts.shape[1]
+    tiles = out.shape[1] // n
+    count = words.shape[1] // tiles
+    part = np.empty(n, np.uint32)
+    for i in range(words.shape[0]):
+        for j in range(tiles):
+            tile = words[i, j * count : (j + 1) * count]
+            for s in range(sets):
+                place = places[s]
+                for x in range(n):
+                    part[x] = tile[place[x]]
+                for r in range(size):
+                    row = out[i * sets * size + members[s, r], j * n : (j + 1) * n]
+                    shift = shifts[members[s, r]]
+                    for x in range(n):
+                        row[x] = np.uint8((part[x] >> shift[x]) & mask)
+
+
+@compiled
+def unpack_rows(words: Array, starts: Array, bits: int, out: Array) -> None:
+    """uint32 [W, N] -> uint8 [P, N]: row p is the ``bits`` bits of every column from bit starts[p] on."""
+    n = out.shape[1]
+    mask = np.uint32((1 << bits) - 1)
+    for p in range(out.shape[0]):
+        row = out[p]
+        first = words[starts[p] >> 5]
+        low = np.uint32(starts[p] & 31)
+        if low + bits <= 32:
+            for x in range(n):
+                row[x] = np.uint8((first[x] >> low) & mask)
+        else:
+            second = words[(starts[p] >> 5) + 1]
+            high = np.uint32(32 - low)
+            for x in range(n):
+                row[x] = np.uint8((first[x] >> low | second[x] << high) & mask)
+
+
+@compiled
+def pack_rows(values: Array, starts: Array, bits: int, out: Array) -> None:
+    """The inverse of ``unpack_rows``, into words that are zero."""
+    n = out.shape[1]
+    for p in range(values.shape[0]):
+        row = values[p]
+        first = out[starts[p] >> 5]
+        low = np.uint32(starts[p] & 31)
+        for x in range(n):
+            first[x] |= np.uint32(row[x]) << low
+        if low + bits > 32:
+            second = out[(starts[p] >> 5) + 1]
+            high = np.uint32(32 - low)
+            for x in range(n):
+                second[x] |= np.uint32(row[x]) >> high
+
+
+@compiled
+def split_words(words: Array, shifts: Array, out: Array) -> None:
+    """uint32 [c] -> uint64 [c], eight bytes: byte b is the nibble from bit shifts[b] on."""
+    step = 1024
+    for first in range(0, words.size, step):
+        run, bytes_ = words[first : first + step], out[first : first + step]
+        for b in range(8):
+            low, high = np.uint32(shifts[b]), np.uint64(8 * b)
+            if b == 0:
+                for x in range(run.size):
+                    bytes_[x] = np.uint64((run[x] >> low) & np.uint32(15))
+            else:
+                for x in range(run.size):
+                    bytes_[x] |= np.uint64((run[x] >> low) & np.uint32(15)) << high
+
+
+@compiled
+def join_words(codes: Array, shifts: Array, out: Array) -> None:
+    """The inverse of ``split_words``; every byte is less than 16."""
+    step = 1024
+    for first in range(0, out.size, step):
+        run, words = codes[first : first + step], out[first : first + step]
+        for b in range(8):
+            low, high = np.uint32(shifts[b]), np.uint64(8 * b)
+            if b == 0:
+                for x in range(run.size):
+                    words[x] = np.uint32(run[x] & np.uint64(15)) << low
+            else:
+                for x in range(run.size):
+                    words[x] |= np.uint32((run[x] >> high) & np.uint64(15)) << low
+
+
+@compiled
+def _swap(block: Array, far: int, mask: Any) -> None:
+    """Exchange the masked bytes of each row with those of the row ``far`` below, ``far`` bytes further up."""
+    shift = np.uint64(8 * far)
+    for r in range(8):
+        if r & far == 0:
+            changed = ((block[r] >> shift) ^ block[r + far]) & mask
+            block[r + far] ^= changed
+            block[r] ^= changed << shift
+
+
+@compiled
+def transpose(matrix: Array, out: Array) -> None:
+    """uint8 [a, b] -> [b, a]; both multiples of 8. Blocks of 8 x 8, each halved three times."""
+    rows, columns = matrix.shape[0] // 8, matrix.shape[1] // 8
+    source, target = matrix.view(np.uint64), out.view(np.uint64)
+    block = np.empty(8, np.uint64)
+    for first in range(0, rows, EDGE):
+        for j in range(columns):
+            for i in range(first, min(first + EDGE, rows)):
+                for r in range(8):
+                    block[r] = source[8 * i + r, j]
+                _swap(block, 4, np.uint64(0x00000000FFFFFFFF))
+                _swap(block, 2, np.uint64(0x0000FFFF0000FFFF))
+                _swap(block, 1, np.uint64(0x00FF00FF00FF00FF))
+                for r in range(8):
+                    target[8 * j + r, i] = block[r]
+
+
+@compiled
+def count_masked(codes: Array, mask: Any) -> int:
+    """How many bytes of uint8 [c] have all bits of ``mask``."""
+    total = 0
+    for x in range(codes.size):
+        total += (codes[x] & mask) == mask
+    return total
