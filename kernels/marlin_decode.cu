@@ -15,7 +15,10 @@ struct Variant {
 };
 
 // 128 registers for each of 16 warps, twice that where many fp32 scales are in flight. plan() knows it too.
-constexpr int max_threads(Variant v) { return Dtype(v.scale) == Dtype::f32 && (v.run == 1 || v.run == 2) ? 256 : 512; }
+constexpr bool many_scales(Variant v) {
+  return Dtype(v.scale) == Dtype::f32 && v.run && v.run < 32 / facts(Element(v.element)).bits;
+}
+constexpr int max_threads(Variant v) { return many_scales(v) ? 256 : 512; }
 constexpr int RED = 68; // floats of a token's row in the reduction buffer: 64, and 4 to spread the banks
 
 // Slices in flight. Short runs keep as many scales in flight as slices, so they keep fewer.
@@ -23,7 +26,7 @@ constexpr int depth(Variant v) { return facts(Element(v.element)).bits == 8 || v
 
 template <Variant V>
 __global__ void __launch_bounds__(max_threads(V), 1)
-    marlin_decode(const uint4* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
+    marlin_decode(const u8* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
                   const void* __restrict__ bias, const u16* __restrict__ x, u16* y, float* scratch, u32* counters,
                   int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx, i64 ldy, int bias_type) {
   constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
@@ -44,29 +47,30 @@ __global__ void __launch_bounds__(max_threads(V), 1)
 
   u32 q[DEPTH][D::TILE_WORDS], zero_words[RUNS][D::WORDS];
   Scales<S> scale[RUNS];
-  auto fetch_slice = [&](int i, int tile, int slice, bool wanted) {
-    const uint4* from = qweight + ((i64(slice) * tiles + tile) * 32 + lane) * VECTORS;
+  // Where the coming loads read: slice by slice along k, then the next tile.
+  int next_tile = blockIdx.x, next = begin;
+  const u8* from;
+  auto fetch_slice = [&](int i, bool wanted) {
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) load_if<VECTORS == 1, 4>(&q[i][4 * v], from + v, wanted);
+    for (int v = 0; v < VECTORS; v++) load_if<VECTORS == 1, 4>(&q[i][4 * v], from + 16 * v, wanted);
+    from += tiles * u32(512 * VECTORS);
+  };
+  auto aim = [&] { from = qweight + ((i64(next) * tiles + next_tile) * 32 + lane) * (16 * VECTORS); };
+  auto advance = [&] {
+    next += DEPTH;
+    if (next >= end) next = begin, next_tile += gridDim.x, aim();
   };
   auto fetch_scale = [&](int r, int tile, int slice, bool wanted) {
     const u32 run = u32(slice) / R, row = runs_per_group == 1 ? run : __umulhi(run, reciprocal);
     scale[r].load(scales + (i64(row) * n_padded + tile * 64 + g * 8) * bytes_of(S), wanted);
-    if constexpr (V.zero) {
-#pragma unroll
-      for (int h = 0; h < D::WORDS; h++)
-        if (wanted) zero_words[r][h] = qzeros[(i64(row) * tiles + tile) * 8 * D::WORDS + g * D::WORDS + h];
-    }
+    if constexpr (V.zero)
+      load_if<false, D::WORDS>(zero_words[r], qzeros + ((i64(row) * tiles + tile) * 8 + g) * D::WORDS, wanted);
   };
 
   // The first loads of W do not wait for x.
-  int next_tile = blockIdx.x, next = begin; // where the coming loads read
-  auto advance = [&] {
-    next += DEPTH;
-    if (next >= end) next = begin, next_tile += gridDim.x;
-  };
+  aim();
 #pragma unroll
-  for (int i = 0; i < DEPTH; i++) fetch_slice(i, next_tile, next + i, next + i < end);
+  for (int i = 0; i < DEPTH; i++) fetch_slice(i, next + i < end);
   if constexpr (V.run != 0) {
 #pragma unroll
     for (int r = 0; r < RUNS; r++) fetch_scale(r, next_tile, next + r * R, next + r * R < end);
@@ -111,7 +115,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
             D::block(&q[i][j * D::WORDS], low[j], high[j], a);
             mma<T>(sum[j], a, b[i - r * R][0], b[i - r * R][1]);
           }
-          fetch_slice(i, next_tile, next + i, more);
+          fetch_slice(i, more);
         }
         if constexpr (V.run != 0) {
           if (work) {

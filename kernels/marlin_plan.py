@@ -142,7 +142,8 @@ def choose_decode(spec: Spec, device: Device) -> Decode:
     """About 16 warps for each SM, but 4 to 16 in a block and two loop bodies of k for each."""
     tiles = spec["n_padded"] // 64
     bodies = max(1, spec["k_padded"] // (16 * 32 // ELEMENTS[spec["element"]].bits))
-    most = 8 if spec["scale"] == "f32" and _decode_run(spec) in (1, 2) else 16
+    many_scales = spec["scale"] == "f32" and 0 < _decode_run(spec) < 32 // ELEMENTS[spec["element"]].bits
+    most = 8 if many_scales else 16
     warps = 4
     while warps < most and 2 * warps * tiles <= 18 * device.sms and 2 * warps <= bodies:
         warps *= 2

@@ -111,12 +111,16 @@ DEVICE void ldmatrix4(u32 (&d)[4], u32 address) {
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// 8 or 16 bytes into WORDS registers, which keep what they had where they are not wanted: a predicate, not a branch.
+// 4, 8 or 16 bytes into WORDS registers, which keep what they had where they are not wanted: a predicate, not a branch.
 // ONCE: bytes that nobody in the block reads again go past L1.
 template <bool ONCE, int WORDS>
 DEVICE void load_if(u32* to, const void* from, bool wanted) {
-  static_assert(WORDS == 2 || WORDS == 4);
-  if constexpr (WORDS == 2)
+  static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4);
+  if constexpr (WORDS == 1)
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.b32 %0, [%1];}"
+                 : "+r"(to[0])
+                 : "l"(from), "r"(u32(wanted)));
+  else if constexpr (WORDS == 2)
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global.nc.L2::256B.v2.u32 {%0, %1}, [%2];}"
         : "+r"(to[0]), "+r"(to[1])
