@@ -9,8 +9,9 @@ from types import ModuleType
 
 
 def listing(package: str, path: list[str], needs: tuple[str, ...]) -> dict[str, ModuleType]:
-    """The modules of a package that define every name in ``needs``, by file name."""
-    found = {info.name: import_module(f"{package}.{info.name}") for info in iter_modules(path)}
+    """The modules of a package that define every name in ``needs``, by file name; an underscore hides one."""
+    names = [info.name for info in iter_modules(path) if not info.name.startswith("_")]
+    found = {name: import_module(f"{package}.{name}") for name in names}
     return {name: module for name, module in sorted(found.items()) if all(hasattr(module, need) for need in needs)}
 
 
@@ -20,5 +21,6 @@ def sources() -> dict[str, ModuleType]:
 
     A source may also have ``OPTIONS``, the fields of ``Options`` it understands, and ``orphans(checkpoint)``: {tensor:
     what is missing} of tensors that only make sense inside a module of the format and are in none.
+    ``stream`` (see ``stream.py``) is ``read`` without the codes, which come by the slab.
     """
     return listing(__name__, list(__path__), ("modules", "describe", "read", "write"))

@@ -29,6 +29,7 @@ from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor
 from .errors import UnsupportedError
 from .fragment import reorder
 from .groups import group_size
+from .stream import Stream, hollow, whole
 
 if TYPE_CHECKING:
     from .container import Checkpoint, Tensor
@@ -126,18 +127,24 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
 def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
     """The module with codes uint8 [n, k] as a transposed view. Raises what ``describe`` raises, and CorruptError for
     scales that are NaN or infinite."""
+    return whole(stream(checkpoint, module)).check()
+
+
+def stream(checkpoint: Checkpoint, module: str) -> Stream:
+    """``read``, its codes by the slab."""
     linear = _linear(checkpoint, module)
-    scales = linear.members["scales"].array()
+    scales, qweight = linear.members["scales"].array(), linear.members["qweight"]
     checks.finite(linear.members["scales"], scales)
     bias = linear.members.get("bias")
-    return QuantTensor(
+    q = QuantTensor(
         element=linear.element,
-        codes=_unpack(linear.members["qweight"]).T,
+        codes=hollow(linear.n, linear.k),
         scales=(Level(scales.T, (1, linear.group)),),
         zero=None if linear.zero is None else linear.zero.T,
         bias=None if bias is None else bias.array(),
         source=linear.source,
-    ).check()
+    )
+    return Stream(q, lambda _, rows, columns: split_words(qweight.rows(columns), SHIFTS)[:, rows].T)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:

@@ -2,7 +2,7 @@
 
 A layout is written once, as a function from coordinates to (word, field); packing, unpacking and the pictures in
 the documentation all come from that function through ``Tile``. Large arrays go through the compiled loops of
-``compiled.py``, fed with tables of that same function; NumPy is the reference, and what is left without numba.
+``_compiled.py``, fed with tables of that same function; NumPy is the reference, and what is left without numba.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NIBBLES = np.arange(0, 32, 4)
 @cache
 def _compiled() -> ModuleType | None:
     try:
-        return import_module(".compiled", __package__)
+        return import_module("._compiled", __package__)
     except ImportError:
         return None
 
@@ -225,6 +225,14 @@ class Tile:
         tiles[..., self.order] = stream
         tiles = tiles.reshape(*lead, kt, nt, self.k, self.n).swapaxes(-3, -2)
         return tiles.reshape(*lead, kt * self.k, nt * self.n)
+
+    def window(self, words: Array, rows: slice, columns: slice) -> Array:
+        """``unpack`` of int32 [K / k, words of a row] for some rows k and columns n only: uint8 [rows, columns]."""
+        per = self.k * self.n * self.bits // 32
+        top, left = rows.start // self.k, columns.start // self.n
+        held = words[top : -(-rows.stop // self.k), left * per : -(-columns.stop // self.n) * per]
+        codes = self.unpack(held)[rows.start - top * self.k :, columns.start - left * self.n :]
+        return codes[: rows.stop - rows.start, : columns.stop - columns.start]
 
     def picture(self, rows: int, cols: int) -> str:
         """The first rows x cols of the tile, each entry 'word.field'; rows run along k, columns along n."""

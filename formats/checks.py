@@ -31,7 +31,7 @@ def refuse_any(tensor: Tensor, bad: NDArray[np.bool_], what: str, need: str, do:
 def finite(tensor: Tensor, values: Array) -> None:
     """Refuse NaN and infinite factors. Raises CorruptError."""
     with np.errstate(invalid="ignore"):
-        refuse_any(tensor, ~np.isfinite(values.astype(np.float64)), "scales are NaN or infinite", "finite numbers")
+        refuse_any(tensor, ~np.isfinite(values), "scales are NaN or infinite", "finite numbers")
 
 
 def full_name(module: str, suffix: str) -> str:

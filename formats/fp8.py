@@ -26,9 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import checks, fp8_scales
+from .bits import count_masked
 from .canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape, per_shard
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
+from .stream import STEP, Stream, hollow, whole
 
 Array = NDArray[Any]
 
@@ -167,23 +169,37 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
 
 def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
     """Codes and scales as they are stored. Raises as ``describe``, and CorruptError for NaN codes."""
+    return whole(stream(checkpoint, module))
+
+
+def stream(checkpoint: Checkpoint, module: str) -> Stream:
+    """``read``, its codes by the slab; slabs raise CorruptError for NaN codes."""
     parts = _parts(checkpoint, module)
-    codes, residue = _codes(parts.weight), {suffix: t.array() for suffix, t in parts.kept.items()}
-    nan = _nan_codes(codes)
-    if nan:
-        bad = (codes & NAN) == NAN
-        if not checkpoint.options.nan:
-            checks.refuse_any(parts.weight, bad, "codes 0x7F or 0xFF are NaN", "none", "--nan zero reads them as zeros")
-        checkpoint.note(module, f"{int(bad.sum())} NaN codes are read as zero")
-        codes, residue = np.where(bad, np.uint8(0), codes), residue | nan
-    return QuantTensor(
+    residue = {suffix: t.array() for suffix, t in parts.kept.items()}
+    if checkpoint.options.nan:
+        nan = _nan_codes(_codes(parts.weight))
+        for positions, _ in nan.values():
+            checkpoint.note(module, f"{positions.size} NaN codes are read as zero")
+        residue |= nan
+
+    def slab(expert: int, rows: slice, columns: slice) -> Array:
+        stored = _codes(parts.weight)
+        codes = np.array((stored if stored.ndim == 3 else stored[None])[expert, rows, columns])
+        if count_masked(codes, NAN):
+            if not checkpoint.options.nan:
+                _refuse_nan(parts.weight)
+            codes[(codes & NAN) == NAN] = 0
+        return codes
+
+    q = QuantTensor(
         element=ELEMENTS["e4m3"],
-        codes=codes,
+        codes=hollow(*parts.weight.shape),
         scales=(parts.level(),),
         bias=None if parts.bias is None else parts.bias.array(),
         source=parts.source,
         residue=residue,
     )
+    return Stream(q, slab, along=0)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:
@@ -214,9 +230,16 @@ def _codes(weight: Tensor) -> Array:
 
 
 def _nan_codes(codes: Array) -> dict[str, Array]:
+    """int64 [2, c], where there are any: positions of NaN codes, and which they are."""
     flat = codes.reshape(-1)
-    positions = np.flatnonzero((flat & NAN) == NAN)
+    found = [first + np.flatnonzero((flat[first : first + STEP] & NAN) == NAN) for first in range(0, flat.size, STEP)]
+    positions = np.concatenate(found)
     return {NAN_CODES: np.stack((positions, flat[positions])).astype(np.int64)} if positions.size else {}
+
+
+def _refuse_nan(weight: Tensor) -> None:
+    bad = (_codes(weight) & NAN) == NAN
+    checks.refuse_any(weight, bad, "codes 0x7F or 0xFF are NaN", "none", "--nan zero reads them as zeros")
 
 
 def _parts(checkpoint: Checkpoint, module: str) -> Parts:

@@ -26,6 +26,7 @@ from . import checks, gptq_config, gptq_marlin, gptq_zeros
 from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor
 from .container import Checkpoint, Tensor
 from .errors import UnsupportedError
+from .fragment import TILES
 from .gptq_config import METHODS, Label, is_marlin, method
 from .gptq_members import (
     FLOATS,
@@ -38,9 +39,10 @@ from .gptq_members import (
     disagree,
     full_name,
 )
-from .gptq_rows import pack_rows, unpack_rows
+from .gptq_rows import pack_rows, read_rows
 from .gptq_shapes import Say, Shapes, code_bits
 from .groups import group_size, indices, measured_group, order
+from .stream import Stream, hollow, whole
 
 Array = NDArray[Any]
 
@@ -130,25 +132,36 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
 def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
     """The module with codes uint8 [n, k] as a transposed view. Raises what ``describe`` raises, and CorruptError for
     scales that are NaN or infinite."""
+    return whole(stream(checkpoint, module)).check()
+
+
+def stream(checkpoint: Checkpoint, module: str) -> Stream:
+    """``read``, its codes by the slab."""
     linear = _linear(checkpoint, module)
-    members = linear.members
+    members, k = linear.members, linear.k
     scales = linear.scales.array()
     checks.finite(linear.scales, scales)
     if "B" in members:
-        codes, scales = gptq_marlin.unpack(members["B"].array().view(np.int32), scales)
-    else:
-        codes = unpack_rows(members["qweight"].array().view(np.uint32), linear.bits, _channels(linear.perm, linear.k))
+        scales = gptq_marlin.natural(scales)
+
+    def slab(_: int, rows: slice, columns: slice) -> Array:
+        if "B" in members:
+            return TILES[gptq_marlin.BITS].window(members["B"].array(), columns, rows).T
+        channels = _channels(linear.perm, k)[columns]
+        return read_rows(members["qweight"], linear.bits, channels, rows).T
+
     bias = members.get("bias")
-    return QuantTensor(
+    q = QuantTensor(
         element=linear.element,
-        codes=codes.T,
+        codes=hollow(linear.n, k),
         scales=(Level(scales.T, (1, linear.group)),),
         zero=None if linear.zero is None else linear.zero.T,
         perm=linear.perm,
         bias=None if bias is None else bias.array(),
         source=linear.source,
         residue=linear.residue,
-    ).check()
+    )
+    return Stream(q, slab)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:

@@ -47,11 +47,11 @@ def _columns(groups: int) -> Array:
     return SCALE_COLUMNS if groups > 1 else SINGLE_COLUMNS
 
 
-def unpack(tiles: Array, scales: Array) -> tuple[Array, Array]:
-    """int32 [K/16, 2N], [G, N] -> codes uint8 [K, N], scales [G, N] in natural order."""
-    return TILES[BITS].unpack(tiles), restore(scales, _columns(scales.shape[0]))
+def natural(scales: Array) -> Array:
+    """Stored [G, N] -> [G, N] in natural order."""
+    return restore(scales, _columns(scales.shape[0]))
 
 
 def pack(codes: Array, scales: Array) -> tuple[Array, Array]:
-    """The inverse of ``unpack``."""
+    """codes uint8 [K, N], scales [G, N] in natural order -> ``B``, ``s``."""
     return TILES[BITS].pack(codes), reorder(scales, _columns(scales.shape[0]))

@@ -8,18 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bits import loops, plain
+from .tensor import Tensor
 
 Array = NDArray[Any]
 
 
-def _starts(rows: Array, bits: int) -> Array:
-    return rows.astype(np.int64) * bits
-
-
-def unpack_rows(words: Array, bits: int, rows: Array) -> Array:
-    """uint32 [W, N] -> uint8 [p, N]: every column is one stream, its codes number rows[p] in that order."""
-    starts, n = _starts(rows, bits), words.shape[1]
-    out = np.empty((len(rows), n), np.uint8)
+def unpack_rows(words: Array, bits: int, starts: Array) -> Array:
+    """uint32 [W, N] -> uint8 [p, N]: every column is one stream; row p is its codes that begin at bit starts[p]."""
+    n = words.shape[1]
+    out = np.empty((len(starts), n), np.uint8)
     fast = loops(out.size)
     if fast is not None:
         fast.unpack_rows(plain(words), starts, bits, out)
@@ -33,10 +30,19 @@ def unpack_rows(words: Array, bits: int, rows: Array) -> Array:
     return out
 
 
-def pack_rows(values: Array, bits: int, rows: Array) -> Array:
-    """The inverse of ``unpack_rows``: uint8 [K, N] -> uint32 [K * bits / 32, N]; ``rows`` holds 0 to K - 1 once."""
-    starts, n = _starts(rows, bits), values.shape[1]
-    out = np.zeros((len(rows) * bits // 32, n), np.uint32)
+def read_rows(qweight: Tensor, bits: int, channels: Array, columns: slice) -> Array:
+    """The codes of some ``channels`` [p] of stored words [W, N]: uint8 [p, columns]. No other rows are read."""
+    starts = channels.astype(np.int64) * bits
+    first, last = starts // 32, (starts + bits - 1) // 32
+    needed = np.unique(np.concatenate((first, last)))
+    words = qweight.rows(needed).view(np.uint32)[:, columns]
+    return unpack_rows(words, bits, 32 * np.searchsorted(needed, first) + starts % 32)
+
+
+def pack_rows(values: Array, bits: int, channels: Array) -> Array:
+    """The inverse of ``unpack_rows``: uint8 [K, N] -> uint32 [K * bits / 32, N]; ``channels`` holds 0 to K - 1 once."""
+    starts, n = channels.astype(np.int64) * bits, values.shape[1]
+    out = np.zeros((len(channels) * bits // 32, n), np.uint32)
     fast = loops(values.size)
     if fast is not None:
         fast.pack_rows(plain(values), starts, bits, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -97,6 +98,27 @@ class Tensor:
         if self.shape and self.shape[-1] * bits % 8 == 0:
             return self.raw().reshape(*self.shape[:-1], self.shape[-1] * bits // 8)
         return self.raw()
+
+    def rows(self, which: slice | Array) -> Array:
+        """A copy of some rows of the first axis, aligned whatever the file is: a few at a time need little memory."""
+        dtype, _ = DTYPES[self.dtype]
+        assert dtype is not None, self.dtype
+        raw = self.raw().reshape(self.shape[0], -1)
+        copied = raw[which].copy() if isinstance(which, slice) else np.take(raw, which, axis=0)
+        return copied.view(dtype).reshape(-1, *self.shape[1:])
+
+    def expect(self) -> None:
+        """Tell the system that all of it is about to be read; reading begins, nobody waits."""
+        with suppress(OSError), open(self.file, "rb") as f:
+            os.posix_fadvise(f.fileno(), self.offset, self.nbytes, os.POSIX_FADV_WILLNEED)
+
+    def release(self) -> None:
+        """Unmap its pages: they stay in the system's cache, but no longer count as this process's."""
+        mapped = _mapped(self.file)
+        first = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (self.offset + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0:
+            mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 # One mapping a file, alive as long as a view of it: each one holds a file descriptor.

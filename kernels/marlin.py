@@ -18,16 +18,19 @@ Np = N rounded up to 64; Kp = K rounded up to lcm(64, group). Padding decodes to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import gcd, lcm
+from collections.abc import Mapping
+from functools import partial
+from math import lcm
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formats.bits import pack_stream, unpack_stream
-from ..formats.canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape, per_shard
+from ..formats.bits import contiguous, pack_stream, unpack_stream
+from ..formats.canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape
 from ..formats.fragment import SCALE_COLUMNS, TILE_K, TILE_N, TILES, reorder, restore
+from ..formats.stream import Pieces, Stream, hollow, joined, steps, streamed, whole
+from .factors import global_level, global_outline, global_shape, is_global, one_a_part, wrong_shards
 from .marlin_plan import covering as covering
 from .marlin_plan import plan as plan
 from .marlin_plan import variants as variants
@@ -47,7 +50,6 @@ HELD: dict[str, tuple[int, tuple[str, ...]]] = {
     "e4m3": (0, (*FLOATS, "e8m0", "f64")),
     "e2m1": (0, (*FLOATS, "e8m0", "e4m3")),
 }
-GLOBAL = "f32"
 
 MEMBERS = ("qweight", "scales", "global_scale", "qzeros", "perm", "bias")
 """Every suffix a module may have."""
@@ -66,21 +68,21 @@ ZERO_COLUMNS = {bits: _zero_column(bits, np.arange(TILE_N)) for bits in (4, 8)}
 def accepts(q: Outline) -> str | None:
     """None if the layout holds the tensor exactly, else the reason and what to do."""
     name = "u8b128" if q.element.signed else q.element.name
-    if q.element.bits in (2, 3):
+    if q.element.bits in (2, 3) and len(q.scales) == 1 and not q.offsets:
         return f"{q.element.bits}-bit codes have no Marlin tile; --widen stores them losslessly in 4-bit fields"
     if name not in HELD:
         return f"no Marlin tile for element {name}"
     if q.offsets:
-        return "Marlin has no place for scaled minima; convert to mmq instead"
+        return "Marlin has no place for scaled minima"
     (dtype, (block_n, _)), *rest = q.scales
-    if rest and not (q.element.is_float and _is_global(q, rest)):
-        return f"Marlin holds one level of scales, this has {len(q.scales)}; convert to mmq instead"
+    if rest and not (q.element.is_float and is_global(q, rest)):
+        return f"Marlin holds one level of scales, this has {len(q.scales)}"
     if dtype not in HELD[name][1]:
         return f"Marlin scales of {name} are {', '.join(HELD[name][1])}, not {dtype}"
     if block_n != 1 and not q.element.is_float:
         return f"Marlin scales belong to one output row, these to {block_n}"
-    if q.shards and (sum(q.shards) != q.n or q.scales[-1][1] != (gcd(*q.shards), q.k)):
-        return f"shards of {', '.join(map(str, q.shards))} rows do not make up {q.n}"
+    if (reason := wrong_shards(q)) is not None:
+        return reason
     if q.group != -1 and q.group % TILE_K:
         return f"group size {q.group} is not a multiple of {TILE_K}"
     if q.zero_max is not None and (q.element.bias or q.element.signed or q.element.is_float):
@@ -90,12 +92,6 @@ def accepts(q: Outline) -> str | None:
             f"zero point {q.zero_max} does not fit {q.element.bits} bits; read the zeros with --zero-wrap lane or word"
         )
     return None
-
-
-def _is_global(q: Outline, levels: Sequence[tuple[str, tuple[int, int]]]) -> bool:
-    """One f32 over all of k, and over all rows or those of a shard."""
-    (dtype, (block_n, block_k)), *more = levels
-    return not more and dtype == GLOBAL and block_k >= q.k and (block_n >= q.n or bool(q.shards))
 
 
 def padded(n: int, k: int, group: int) -> tuple[int, int]:
@@ -112,15 +108,6 @@ def _pad(grid: Array, rows: int, cols: int) -> Array:
 
 
 BYTES = {SCALE_DTYPES[name]: np.dtype(np.uint8) for name in ("e8m0", "e4m3")}
-
-
-def _one_a_part(level: Level) -> Array:
-    return per_shard(level) if level.shards else level.data
-
-
-def _global_shape(spec: Spec) -> tuple[int, ...]:
-    lead = () if spec["experts"] is None else (spec["experts"],)
-    return (*lead, len(spec["shards"])) if "shards" in spec else lead or (1,)
 
 
 def _scale_shape(spec: Spec) -> tuple[int, int]:
@@ -163,7 +150,7 @@ def outline(spec: Spec) -> Outline:
     n, k, shards = spec["n"], spec["k"], tuple(spec.get("shards", ()))
     levels = [(spec["scale"], (spec["scale_block"][0], spec["scale_block"][1]))]
     if "global" in spec:
-        levels.append((spec["global"], (gcd(*shards) if shards else n, k)))
+        levels.append(global_outline(spec))
     return Outline(
         element=ELEMENTS["s8" if spec["signed"] else spec["element"]],
         n=n,
@@ -179,26 +166,30 @@ def outline(spec: Spec) -> Outline:
 
 def pack(q: QuantTensor) -> tuple[dict[str, Array], Spec]:
     """Tensors by suffix, and their spec. The tensor must be one that ``accepts`` takes."""
+    tensors, spec = stream(streamed(q))
+    return {suffix: joined(tensor) for suffix, tensor in tensors.items()}, spec
+
+
+def stream(source: Stream) -> tuple[dict[str, Array | Pieces], Spec]:
+    """``pack``, the codes in pieces of whole tiles along k."""
+    q = source.tensor
     outline = q.outline()
     assert accepts(outline) is None, accepts(outline)
     s = spec(outline)
-    n, k, np_, kp, group = s["n"], s["k"], s["n_padded"], s["k_padded"], s["group"]
+    k, np_, kp, group = s["k"], s["n_padded"], s["k_padded"], s["group"]
     groups = 1 if group == -1 else kp // group
     element = ELEMENTS[s["element"]]
 
-    codes = np.zeros((*q.codes.shape[:-2], kp, np_), np.uint8)
-    codes[..., :k, :n] = (q.codes ^ np.uint8(0x80) if s["signed"] else q.codes).swapaxes(-2, -1)
-    # Padding inside the last real group decodes to zero; groups that are all padding keep code 0, scale 0.
-    end = kp if group == -1 else -(-k // group) * group
-    codes[..., k:end, :n] = HELD[element.name][0] if q.zero is None else q.zero[..., -1:].swapaxes(-2, -1)
-
-    tensors = {"qweight": TILES[element.bits].pack(codes)}
-    fine = _one_a_part(q.scales[0]).swapaxes(-2, -1)
+    shape = expected(s)["qweight"][1]
+    cuts = [(expert, run) for expert in range(q.experts or 1) for run in steps(kp, TILE_K, np_)]
+    makers = [partial(_tiles, source, s, expert, run) for expert, run in cuts]
+    tensors: dict[str, Array | Pieces] = {"qweight": Pieces(np.dtype(np.int32), shape, makers)}
+    fine = one_a_part(q.scales[0]).swapaxes(-2, -1)
     if s["scale_block"][0] == 1 and not q.scales[0].shards:
         fine = reorder(_pad(fine, groups, np_), SCALE_COLUMNS)
     tensors["scales"] = np.ascontiguousarray(fine).view(BYTES.get(fine.dtype, fine.dtype))
     if len(q.scales) > 1:
-        tensors["global_scale"] = _one_a_part(q.scales[1]).reshape(_global_shape(s))
+        tensors["global_scale"] = one_a_part(q.scales[1]).reshape(global_shape(s))
     if q.zero is not None:
         zeros = _pad(q.zero.astype(np.uint8).swapaxes(-2, -1), groups, np_)
         tensors["qzeros"] = pack_stream(reorder(zeros, ZERO_COLUMNS[element.bits]), element.bits).view(np.int32)
@@ -207,6 +198,26 @@ def pack(q: QuantTensor) -> tuple[dict[str, Array], Spec]:
     if q.bias is not None:
         tensors["bias"] = q.bias
     return tensors, s
+
+
+def _tiles(source: Stream, s: Spec, expert: int, run: slice) -> Array:
+    """The tiles of the padded columns ``run``: int32 [run / 16, Np * bits / 2]."""
+    n, k, group = s["n"], s["k"], s["group"]
+    element, last = ELEMENTS[s["element"]], min(run.stop, k)
+    codes = np.empty((0, n), np.uint8)
+    if run.start < k:
+        codes = contiguous(source.slab(expert, slice(0, n), slice(run.start, last)).T)
+        codes = codes ^ np.uint8(0x80) if s["signed"] else codes
+    if run.stop > k or n < s["n_padded"]:
+        padded = np.zeros((run.stop - run.start, s["n_padded"]), np.uint8)
+        padded[: len(codes), :n] = codes
+        # Padding inside the last real group decodes to zero; groups that are all padding keep code 0, scale 0.
+        end = s["k_padded"] if group == -1 else -(-k // group) * group
+        q = source.tensor
+        zero = HELD[element.name][0] if q.zero is None else q.zero.reshape(-1, *q.zero.shape[-2:])[expert, :, -1]
+        padded[max(k - run.start, 0) : max(end - run.start, 0), :n] = zero
+        codes = padded
+    return TILES[element.bits].pack(codes)
 
 
 def expected(spec: Spec) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -220,7 +231,7 @@ def expected(spec: Spec) -> dict[str, tuple[str, tuple[int, ...]]]:
         "scales": (stored, (*lead, *_scale_shape(spec))),
     }
     if "global" in spec:
-        shapes["global_scale"] = (spec["global"], _global_shape(spec))
+        shapes["global_scale"] = (spec["global"], global_shape(spec))
     if spec["zero"] is not None:
         shapes["qzeros"] = ("i32", (*lead, _scale_shape(spec)[0], np_ * bits // 32))
     if spec["perm"]:
@@ -232,9 +243,13 @@ def expected(spec: Spec) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def unpack(tensors: Mapping[str, Array], spec: Spec) -> QuantTensor:
     """The inverse of ``pack``; ``source`` and ``residue`` are the artifact's to add."""
+    return whole(view(tensors, spec))
+
+
+def view(tensors: Mapping[str, Array], spec: Spec) -> Stream:
+    """``unpack``, its codes by the slab."""
     element, n, k = ELEMENTS[spec["element"]], spec["n"], spec["k"]
-    bits = element.bits
-    codes = TILES[bits].unpack(tensors["qweight"])[..., :k, :n].swapaxes(-2, -1)
+    bits, lead = element.bits, () if spec["experts"] is None else (spec["experts"],)
     (block_n, block_k), shards = spec["scale_block"], tuple(spec.get("shards", ()))
     groups = -(-k // block_k)
     fine = tensors["scales"].view(SCALE_DTYPES[spec["scale"]])
@@ -244,18 +259,23 @@ def unpack(tensors: Mapping[str, Array], spec: Spec) -> QuantTensor:
         fine = restore(fine, SCALE_COLUMNS)[..., :groups, :n] if block_n == 1 else fine
         levels = [Level(fine.swapaxes(-2, -1), (block_n, block_k))]
     if "global" in spec:
-        whole = tensors["global_scale"].reshape(*codes.shape[:-2], -1, 1)
-        levels.append(from_shards(whole, shards, k) if shards else Level(whole, (n, k)))
+        levels.append(global_level(spec, tensors["global_scale"]))
     zero = None
     if spec["zero"] is not None:
         zero = restore(unpack_stream(tensors["qzeros"], bits), ZERO_COLUMNS[bits])[..., :groups, :n].swapaxes(-2, -1)
-    if spec["signed"]:
-        element, codes = ELEMENTS["s8"], codes ^ np.uint8(0x80)
-    return QuantTensor(
-        element=element,
-        codes=codes,
+    tiles = tensors["qweight"].reshape(-1, *tensors["qweight"].shape[-2:])
+    flip = np.uint8(0x80 if spec["signed"] else 0)
+
+    def slab(expert: int, rows: slice, columns: slice) -> Array:
+        codes = TILES[bits].window(tiles[expert], columns, rows).T
+        return codes ^ flip if flip else codes
+
+    q = QuantTensor(
+        element=ELEMENTS["s8"] if spec["signed"] else element,
+        codes=hollow(*lead, n, k),
         scales=tuple(levels),
         zero=zero,
         perm=tensors["perm"][:k] if spec["perm"] else None,
         bias=tensors["bias"] if spec["bias"] else None,
     )
+    return Stream(q, slab)
