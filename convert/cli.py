@@ -49,7 +49,9 @@ HELP = {
 
 EVERYTHING = [field.name for field in fields(Options)]
 
-Src = Annotated[Path, typer.Argument(metavar="SRC", help="A .safetensors file or a checkpoint directory.")]
+Src = Annotated[
+    Path, typer.Argument(metavar="SRC", help="A .safetensors, .gguf or .onnx file, or a checkpoint directory.")
+]
 Dst = Annotated[
     Path | None,
     typer.Argument(metavar="DST", help="A file when it ends in .safetensors, else a directory. Default: beside SRC."),
@@ -146,7 +148,12 @@ def _verify(
 @app.command("unpack")
 def _unpack(
     artifact: ArtifactPath,
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="Where the source's files go.")],
+    dst: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DST", help="Where the source's files go: a directory, or a .safetensors or .gguf file."
+        ),
+    ],
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from ..formats import artifact, sources
-from ..formats.canonical import ELEMENTS, Outline
+from ..formats.canonical import ELEMENTS, Element, Outline
 from ..formats.container import Checkpoint, open_checkpoint
 from ..formats.options import Options
 from ..kernels import layouts
@@ -118,6 +118,19 @@ def _by_dtype(checkpoint: Checkpoint, names: set[str]) -> dict[str, tuple[int, i
     return dict(sorted(out.items()))
 
 
+Levels = tuple[tuple[str, int], ...]
+
+# (scales, offsets) that come with one element or another, finest first, blocks along k.
+USUAL: tuple[tuple[Levels, Levels], ...] = (
+    ((("f16", 32),), ()),
+    ((("f16", 32),), (("f16", 32),)),
+    ((("u6", 32), ("f16", 256)), (("u6", 32), ("f16", 256))),
+    ((("s8", 16), ("f16", 256)), ()),
+    ((("e8m0", 32),), ()),
+    ((("e4m3", 16),), ()),
+)
+
+
 @dataclass(frozen=True)
 class Support:
     """The registry, asked."""
@@ -126,20 +139,24 @@ class Support:
     """{source: the first line of its documentation}"""
     layouts: Mapping[str, str]
     elements: Mapping[str, Mapping[str, bool]]
-    """{element: {layout: whether it holds one with f16 scales in groups of 32}}"""
+    """{element: {layout: whether it holds one, with scales that are usual}}"""
 
 
 def formats() -> Support:
     """Every source, every layout, and which elements each layout holds."""
-    outlines = {name: Outline(element, 256, 256, None, (("f16", (1, 32)),)) for name, element in ELEMENTS.items()}
     return Support(
         {name: _title(module) for name, module in sources().items()},
         {name: _title(module) for name, module in layouts().items()},
-        {
-            name: {layout: module.accepts(outline) is None for layout, module in layouts().items()}
-            for name, outline in outlines.items()
-        },
+        {name: {layout: _holds(module, e) for layout, module in layouts().items()} for name, e in ELEMENTS.items()},
     )
+
+
+def _holds(layout: ModuleType, element: Element) -> bool:
+    def blocks(levels: Levels) -> tuple[tuple[str, tuple[int, int]], ...]:
+        return tuple((dtype, (1, bk)) for dtype, bk in levels)
+
+    outlines = (Outline(element, 256, 256, None, blocks(a), offsets=blocks(b)) for a, b in USUAL)
+    return any(layout.accepts(q) is None for q in outlines)
 
 
 def _title(module: ModuleType) -> str:

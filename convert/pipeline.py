@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..formats import artifact, sources
 from ..formats.canonical import recode, widened
-from ..formats.container import CONFIG, Checkpoint, Entry, open_checkpoint
+from ..formats.container import CONFIG, Checkpoint, Entry, companion, open_checkpoint, rebuilder
 from ..formats.errors import UnsupportedError, UsageError
 from ..formats.options import Options
 from ..kernels import layouts
@@ -81,6 +81,8 @@ def convert(
     if workers < 1:
         raise UsageError("no worker, no work", found=f"workers {workers}", need="1 or more")
     dst = Path(dst) if dst is not None else default_destination(src, to)
+    if rebuilder(dst) is not None:
+        raise UsageError("an artifact is a .safetensors file or a directory", file=dst, do="name one of these")
     check_paths(src, dst, overwrite=overwrite or dry_run)
     checkpoint = open_checkpoint(src, Options(**options))
     plan = planning.make(checkpoint, source, to, widen=widen)
@@ -93,7 +95,8 @@ def convert(
     result = Result(plan, dst, tuple(files), written=not dry_run)
     if dry_run:
         return result
-    check_space(dst, plan.nbytes + sum(file.stat().st_size for file in checkpoint.side_files))
+    beside = sum(map(len, checkpoint.companions.values()))
+    check_space(dst, plan.nbytes + beside + sum(file.stat().st_size for file in checkpoint.side_files))
     with staged(dst) as product, closing(Progress(plan.nbytes, "converting", quiet)) as progress:
         owner = {t.name: m for m in plan.converted for t in m.tensors}
         shards = [
@@ -107,6 +110,8 @@ def convert(
             if checkpoint.config:
                 out.write_json(product / CONFIG, artifact.config(checkpoint.config, to))
             out.copy_side_files(checkpoint.side_files, product)
+        for suffix, content in checkpoint.companions.items():
+            out.write_bytes(companion(product, suffix), content)
     return result
 
 

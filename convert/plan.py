@@ -194,7 +194,11 @@ def _module(
     outline: Outline = sources()[reader].describe(checkpoint, name)
     wide = replace(outline, element=widened(outline.element)) if widen else outline
     kernel = layouts()[layout]
-    refusal = kernel.accepts(wide) or _stranger(checkpoint, name, members, kernel)
+    refusal = kernel.accepts(wide)
+    if refusal is not None:
+        refusal += _elsewhere(wide, reader)
+    else:
+        refusal = _stranger(checkpoint, name, members, kernel)
     if refusal is not None:
         as_they_are = (checkpoint.tensors[member] for member in members)
         tensors = tuple(Stored(t.name, t.dtype, t.shape, t.nbytes) for t in as_they_are)
@@ -205,6 +209,12 @@ def _module(
         for suffix, (dtype, shape) in artifact.stored(spec, kernel, outline.residue).items()
     )
     return Module(name, reader, members, outline, spec, None, tensors)
+
+
+def _elsewhere(q: Outline, reader: str) -> str:
+    """The commands that would convert what this one does not, as the end of a sentence."""
+    names = [f"{reader}-to-{name}".replace("_", "-") for name, kernel in layouts().items() if kernel.accepts(q) is None]
+    return f"; {' or '.join(names)} converts it" if names else ""
 
 
 def _stranger(checkpoint: Checkpoint, name: str, members: tuple[str, ...], kernel: ModuleType) -> str | None:

@@ -2,6 +2,7 @@
 
     DST.partial/.lock          held by flock while a run is alive
     DST.partial/<DST's name>   the product, file or directory
+    DST.partial/<name>.<..>    companions of a product that is a file; they are published before it
     DST.partial/.replaced      what stood at DST, between the two renames of an overwrite
 
 A name without ``.partial`` is therefore always a finished product, whatever killed the run that made it.
@@ -10,19 +11,20 @@ A name without ``.partial`` is therefore always a finished product, whatever kil
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..formats.container import WEIGHTS
+from ..formats.container import WEIGHTS, rebuilder
 from ..formats.errors import UsageError, WarptileError
 
 
 def is_file(dst: Path) -> bool:
     """Whether a destination's name asks for one file (else: a directory)."""
-    return dst.suffix == WEIGHTS
+    return dst.suffix == WEIGHTS or rebuilder(dst) is not None
 
 
 def default_destination(src: Path, ending: str) -> Path:
@@ -138,6 +140,8 @@ def _clear(partial: Path, dst: Path) -> None:
 def _publish(product: Path, partial: Path, dst: Path) -> None:
     if not is_file(dst):
         sync(product)
+    for companion in partial.glob(f"{glob.escape(dst.name)}.*"):
+        companion.replace(dst.with_name(companion.name))
     replaced = partial / ".replaced"
     if os.path.lexists(dst):
         dst.rename(replaced)

@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..formats.artifact import Artifact, open_artifact
-from ..formats.container import CONFIG, Entry, nbytes
+from ..formats.container import CONFIG, Entry, nbytes, rebuilder
 from ..kernels import layouts
 from . import origin
 from . import shards as out
@@ -38,7 +38,8 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
     """Undo a conversion: the source's tensors byte for byte, in files named and ordered as they were.
 
     Args:
-        dst: one file when it ends in .safetensors (all of the source's files in one), else a directory.
+        dst: one file (all of the source's files in one) when it ends in .safetensors, or like the files of a source
+            kind that can be rebuilt; else a directory.
 
     Raises:
         WarptileError: as ``convert``; nothing is left at ``dst`` then.
@@ -60,6 +61,10 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
     batches = {name: out.Batch(partial(origin.restored, artifact, name, promised[name])) for name in promised}
     with staged(dst) as product, closing(Progress(total, "unpacking", quiet)) as progress:
         shards = [_shard(artifact, name, file, batches, progress.advance) for name, file in files.items()]
+        rebuild = rebuilder(dst)
+        if rebuild is not None:
+            rebuild(product, artifact.checkpoint, shards[0].entries)
+            return Unpacked(dst, tuple(files), len(artifact.modules), len(artifact.passthrough), total)
         out.write(shards, lambda file: product if is_file(dst) else product / file, workers=1)
         if not is_file(dst):
             if len(shards) > 1:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..formats.artifact import Artifact, open_artifact
 from ..formats.canonical import QuantTensor
-from ..formats.container import Checkpoint, open_checkpoint
+from ..formats.container import Checkpoint, companion, open_checkpoint
 from ..formats.errors import VerifyError
 from ..formats.options import Options
 from ..kernels import layouts
@@ -67,6 +67,8 @@ def verify(path: str | Path, against: str | Path | None = None, *, quiet: bool =
         for name in artifact.passthrough:
             _compare_tensor(artifact.checkpoint, source, name)
             progress.advance(artifact.checkpoint.tensors[name].nbytes)
+        for suffix, content in source.companions.items():
+            _compare_companion(companion(artifact.checkpoint.path, suffix), content)
         kept = consumed | set(artifact.passthrough)
         missing = [name for name in source.tensors if name not in kept]
         if missing:
@@ -121,6 +123,13 @@ def _compare_tensor(artifact: Checkpoint, source: Checkpoint, name: str) -> None
             need=f"{need.dtype} {list(need.shape)}",
         )
     _same(name, artifact.path, found.raw(), need.raw())
+
+
+def _compare_companion(file: Path, need: bytes) -> None:
+    if not file.is_file():
+        raise VerifyError("the artifact lost a file", file=file)
+    found = np.fromfile(file, np.uint8)
+    _same("all of it", file, found, np.frombuffer(need, np.uint8))
 
 
 def _same(where: str, file: Path, found: Any, need: Any) -> None:

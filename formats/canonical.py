@@ -85,6 +85,7 @@ def _values(element: Element) -> NDArray[np.float64]:
 
 
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ3_TABLE = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
 
 ELEMENTS: dict[str, Element] = {
     e.name: e
@@ -104,6 +105,7 @@ ELEMENTS: dict[str, Element] = {
         Element("e4m3", 8, bias=7, exponent=4, mantissa=3, finite_nan=True),
         Element("e2m1", 4, bias=1, exponent=2, mantissa=1),
         Element("iq4", 4, table=IQ4_TABLE),
+        Element("iq3", 4, table=IQ3_TABLE),
     )
 }
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -34,9 +34,11 @@ __all__ = [
     "Checkpoint",
     "Entry",
     "Tensor",
+    "companion",
     "dtype_name",
     "nbytes",
     "open_checkpoint",
+    "rebuilder",
     "write_safetensors",
 ]
 
@@ -49,8 +51,11 @@ QUANTIZATION = "quantization_config"
 ARTIFACT = "warptile"
 """The metadata key by which our own files are known."""
 
-READERS = {".onnx": "onnx_file"}
-"""Files of other kinds, by suffix -> the module whose ``fill(checkpoint)`` takes them in."""
+READERS = {".onnx": "onnx_file", ".gguf": "gguf_file"}
+"""Files of other kinds, by suffix -> the module whose ``fill(checkpoint)`` takes them in.
+
+One that can also be written has ``rebuild(path, artifact, entries)``, the way back from an artifact's tensors.
+"""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 OTHER_WEIGHTS = (*PICKLES, ".h5", ".msgpack", ".gguf", ".onnx")
@@ -74,6 +79,8 @@ class Checkpoint:
     """``__metadata__`` of the files, merged; the first file that has a key is believed."""
     side_files: tuple[Path, ...] = ()
     """Files of a directory that are neither weights, index nor config.json."""
+    companions: dict[str, bytes] = field(default_factory=dict)
+    """{suffix: content} of what an artifact keeps in files of its own (``companion``)."""
     options: Options = field(default_factory=Options)
     notes: list[tuple[str, str]] = field(default_factory=list)
     """(module or "", text): what was assumed, and warnings."""
@@ -115,6 +122,18 @@ def open_checkpoint(path: str | os.PathLike[str], options: Options | None = None
         if ARTIFACT not in checkpoint.metadata:
             _configure_file(checkpoint)
     return checkpoint
+
+
+def companion(artifact: Path, suffix: str) -> Path:
+    """Where an artifact keeps a companion: ``<file><suffix>`` beside a file, ``model<suffix>`` in a directory."""
+    return artifact / f"model{suffix}" if artifact.is_dir() else artifact.with_name(artifact.name + suffix)
+
+
+def rebuilder(path: Path) -> Callable[[Path, Checkpoint, Sequence[Entry]], None] | None:
+    """What writes files that end like ``path``, where that is another kind than safetensors, else None."""
+    reader = READERS.get(path.suffix.lower())
+    module = import_module(f".{reader}", __package__) if reader else None
+    return getattr(module, "rebuild", None)
 
 
 def _listing(directory: Path) -> list[str]:

@@ -222,16 +222,29 @@ def write_safetensors(path: Path, entries: Sequence[Entry], metadata: Mapping[st
     """
     path = Path(path)
     header = _layout(path, entries, metadata)
+    start = len(header).to_bytes(8, "little") + header
+    write_stream(path, start, entries, lambda: _check_written(path, entries))
+
+
+def write_stream(
+    path: Path, start: bytes, entries: Sequence[Entry], check: Callable[[], object], align: int = 1
+) -> None:
+    """Write ``start``, then one tensor at a time, each padded with zeros to ``align``; flush, then ``check`` the file.
+
+    Raises:
+        WarptileError: the disk is full, or the file cannot be written; what there was of it has been removed.
+    """
     try:
         with _writing(path):
             file = open(path, "wb", buffering=0)  # noqa: SIM115
         with file:
-            _write(path, file, len(header).to_bytes(8, "little") + header)
+            _write(path, file, start)
             for entry in entries:
                 _copy(path, file, entry)
+                _write(path, file, bytes(-nbytes(entry.dtype, entry.shape) % align))
             with _writing(path):
                 os.fsync(file.fileno())
-        _check_written(path, entries)
+        check()
     except BaseException:
         if path.is_file() or path.is_symlink():
             path.unlink()

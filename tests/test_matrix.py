@@ -89,7 +89,11 @@ def test_what_is_accepted_comes_back(source, layout, tmp_path):
 @pytest.mark.parametrize("layout", layouts())
 @pytest.mark.parametrize("folder", DATA, ids=lambda folder: folder.name)
 def test_a_checkpoint_of_another_tool_makes_the_round_trip(folder, layout, tmp_path):
-    result = convert(folder, tmp_path / "artifact", to=layout, widen=True)
+    try:
+        result = convert(folder, tmp_path / "artifact", to=layout, widen=True)
+    except UnsupportedError as refused:
+        assert "modules cannot become" in str(refused)
+        pytest.skip(str(refused))
     verify(result.dst)
     verify(result.dst, folder)
     unpack(result.dst, tmp_path / "back")

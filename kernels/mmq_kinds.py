@@ -1,0 +1,109 @@
+"""What an MMQ strip is: planes of code bits as index maps, and the kinds of strips as table rows.
+
+A strip is 16 rows x 256 k. Lane 4g + t of a fragment of ``mma.m16n8k32`` (s8) holds, in byte b of register r, row
+g + 8 (r & 1) and k = 16 (r >> 1) + 4t + b of a unit of 16 x 32; every plane of codes is in the order of lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ..formats.bits import Tile
+from ..formats.canonical import SCALE_DTYPES
+
+Array = NDArray[Any]
+
+ROWS, DEPTH, UNIT = 16, 256, 32
+
+
+def _fragment(k: Array, row: Array) -> tuple[Array, Array, Array, Array]:
+    """(k, row) in the strip -> (unit of 32 k, lane, register, byte)."""
+    inner = k % UNIT
+    return k // UNIT, 4 * (row % 8) + inner % 16 // 4, row // 8 + 2 * (inner // 16), inner % 4
+
+
+def _byte(k: Array, row: Array) -> tuple[Array, Array]:
+    """Whole bytes: a unit is 128 words, byte 16 L + 4r + b."""
+    unit, lane, r, b = _fragment(k, row)
+    return 128 * unit + 4 * lane + r, b
+
+
+def _nibble(k: Array, row: Array) -> tuple[Array, Array]:
+    """Four bits: two units share 128 words, the even one in the low nibbles."""
+    unit, lane, r, b = _fragment(k, row)
+    return 128 * (unit // 2) + 4 * lane + r, 2 * b + unit % 2
+
+
+def _bit(k: Array, row: Array) -> tuple[Array, Array]:
+    """The fifth bits: [32 lanes][4 pairs of units], bit 8b + 2r + s of a word."""
+    unit, lane, r, b = _fragment(k, row)
+    return 4 * lane + unit // 2, 8 * b + 2 * r + unit % 2
+
+
+def _two_bits(k: Array, row: Array) -> tuple[Array, Array]:
+    """The top two bits: [4 pairs of units][32 lanes][2 units], bits 8b + 2r of a word."""
+    unit, lane, r, b = _fragment(k, row)
+    return 64 * (unit // 2) + 2 * lane + unit % 2, 4 * b + r
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A plane of some bits of every code."""
+
+    shift: int
+    tile: Tile
+
+    @property
+    def nbytes(self) -> int:
+        return ROWS * DEPTH * self.tile.bits // 8
+
+
+BYTES = Codes(0, Tile(DEPTH, ROWS, 8, _byte))
+NIBBLES = Codes(0, Tile(DEPTH, ROWS, 4, _nibble))
+FIFTH = Codes(4, Tile(DEPTH, ROWS, 1, _bit))
+TOP = Codes(4, Tile(DEPTH, ROWS, 2, _two_bits))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a strip holds. Factors are (dtype, weights along k), finest first; each level is a plane after the codes:
+    its scales, and beside them its minima."""
+
+    elements: Mapping[str, int]
+    """Element -> what its codes are XORed with."""
+    codes: tuple[Codes, ...]
+    scales: tuple[tuple[str, int], ...] = ()
+    minima: tuple[tuple[str, int], ...] = ()
+    pairs: bool = False
+    """Minima are added, not subtracted, and stand right after their scale, not after all scales of the row."""
+
+    @property
+    def strip(self) -> int:
+        """Bytes."""
+        factors = sum(SCALE_DTYPES[dtype].itemsize * DEPTH // bk for dtype, bk in (*self.scales, *self.minima))
+        return sum(plane.nbytes for plane in self.codes) + ROWS * factors
+
+
+K_FACTORS = (("u6", 32), ("f16", 256))
+
+KINDS = {
+    "q8_0": Kind({"s8": 0, "u8b128": 0x80}, (BYTES,), (("f16", 32),)),
+    "q4_0": Kind({"u4b8": 8}, (NIBBLES,), (("f16", 32),)),
+    "q4_1": Kind({"u4": 0}, (NIBBLES,), (("f16", 32),), (("f16", 32),), pairs=True),
+    "q5_0": Kind({"u5b16": 0}, (NIBBLES, FIFTH), (("f16", 32),)),
+    "q5_1": Kind({"u5": 0}, (NIBBLES, FIFTH), (("f16", 32),), (("f16", 32),), pairs=True),
+    "q4_k": Kind({"u4": 0}, (NIBBLES,), K_FACTORS, K_FACTORS),
+    "q5_k": Kind({"u5": 0}, (NIBBLES, FIFTH), K_FACTORS, K_FACTORS),
+    "q6_k": Kind({"u6b32": 32}, (NIBBLES, TOP), (("s8", 16), ("f16", 256))),
+    "iq4_nl": Kind({"iq4": 0}, (NIBBLES,), (("f16", 32),)),
+    "iq4_xs": Kind({"iq4": 0}, (NIBBLES,), (("s8", 32), ("f16", 256))),
+    "mxfp4": Kind({"e2m1": 0}, (NIBBLES,), (("e8m0", 32),)),
+    "nvfp4": Kind({"e2m1": 0}, (NIBBLES,), (("e4m3", 16),)),
+    "fp8": Kind({"e4m3": 0}, (BYTES,)),
+}
+GRIDS = ("f16", "bf16", "f32", "e8m0", "f64")
+"""Scale types of kind fp8."""
