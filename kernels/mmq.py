@@ -18,6 +18,7 @@ group on, and kernels take x as 0 for k >= K.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -189,10 +190,9 @@ def _factor_planes(kind: Kind, s: Spec, q: QuantTensor) -> Iterator[Array]:
     """uint8 [.., Np/16, Kp/256, bytes] for each level."""
     for i, (_, own) in enumerate(kind.scales):
         levels = [q.scales[i], *q.offsets[i : i + 1]]
-        grids = [_finer(level, own, s) for level in levels]
         if kind.pairs:
-            grids[1] = np.negative(grids[1])
-        rows = [_by_strip(grid, own) for grid in grids]
+            levels[1] = replace(levels[1], data=np.negative(levels[1].data))
+        rows = [_by_strip(_finer(level, own, s), own) for level in levels]
         plane = np.stack(rows, axis=-2 if kind.pairs else -3)
         yield plane.reshape(*plane.shape[:-4], -1)
 
