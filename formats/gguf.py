@@ -3,7 +3,7 @@
 | tensor | dtype, shape | |
 | --- | --- | --- |
 | `P.weight` | blocks of one type [(E,) N, K] | held as U8 [(E,) N, bytes of a row]; the types: ``gguf_blocks.py`` |
-| `P.scale` | F32, one value or one for each of E experts | one more factor, beside any type |
+| `P.scale` | F32, one value, or one for each of E experts | a factor of scales and minima, beside any type |
 | `P.bias` | F16, BF16, F32 [(E,) N] | |
 
 F16, BF16, F32 and integer tensors pass through as what they are, types without a row in ``gguf_blocks.py`` as bytes.
@@ -88,14 +88,15 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
         CorruptError: shapes that disagree.
     """
     p = _linear(checkpoint, module)
-    whole = [("f32", (p.n, p.k))] if p.scale is not None else []
+    whole = (("f32", (p.n, p.k)),) if p.scale is not None else ()
+    offsets = tuple((f.dtype, (1, f.block)) for f in p.kind.offsets)
     return Outline(
         element=ELEMENTS[p.kind.element],
         n=p.n,
         k=p.k,
         experts=p.lead[0] if p.lead else None,
         scales=(*((f.dtype, (1, f.block)) for f in p.kind.scales), *whole),
-        offsets=tuple((f.dtype, (1, f.block)) for f in p.kind.offsets),
+        offsets=(*offsets, *whole) if offsets else (),
         bias=None if p.bias is None else p.bias.dtype.lower(),
         source=p.source,
     )
@@ -111,7 +112,8 @@ def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
     if p.scale is not None:
         checks.finite(p.scale, p.scale.array())
         each = np.broadcast_to(p.scale.array().reshape(-1, 1, 1), (prod(p.lead), 1, 1))
-        scales = (*scales, Level(each.reshape(*p.lead, 1, 1), (p.n, p.k)))
+        whole = Level(each.reshape(*p.lead, 1, 1), (p.n, p.k))
+        scales, offsets = (*scales, whole), (*offsets, whole) if offsets else ()
     q = QuantTensor(
         element=ELEMENTS[p.kind.element],
         codes=codes,
@@ -130,7 +132,7 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
     if "heads" in source:
         q = _in_order(q, np.argsort(_logical_rows(q.n, source["heads"])))
     own = len(kind.scales)
-    tensors = {module + WEIGHT: pack(kind, q.codes, q.scales[:own], q.offsets)}
+    tensors = {module + WEIGHT: pack(kind, q.codes, q.scales[:own], q.offsets[: len(kind.offsets)])}
     if "scale_shape" in source:
         shape = source["scale_shape"]
         tensors[module + SCALE] = q.scales[own].data.reshape(-1)[: prod(shape)].reshape(shape)

@@ -5,7 +5,7 @@
 | ``strips`` | u8 [(E,) Np/128, Kp/256, 8, strip] | planes of codes, then of factors (``mmq_kinds.KINDS``) |
 | ``scales`` | source dtype [(E,) ceil(K/bk), ceil(N/bn)] | kind fp8 only: the grid as it is, k first |
 |            | [(E,) ceil(K/bk), shards] | one scale for each fused shard (spec key ``shards``) |
-| ``global_scale`` | f32 [1], [shards], [E], [E, shards] | one more factor, always a multiplier |
+| ``global_scale`` | f32 [1], [shards], [E], [E, shards] | a factor of scales and minima, always a multiplier |
 | ``bias`` | its own dtype [(E,) N] | natural order |
 
 128 rows x 256 k are one contiguous run. Factors follow the codes level by level, finest first, and row by row: all
@@ -57,14 +57,15 @@ def _fits(native: Sequence[tuple[str, int]], found: Levels, k: int) -> bool:
 def _holds(kind: Kind, q: Outline) -> bool:
     own = len(kind.scales) or 1
     scales, rest = q.scales[:own], q.scales[own:]
-    if q.element.name not in kind.elements or (rest and not is_global(q, rest)):
+    minima, same = q.offsets[: len(kind.minima)], q.offsets[len(kind.minima) :]
+    if q.element.name not in kind.elements or (rest and not is_global(q, rest)) or same != (rest if minima else ()):
         return False
     if not kind.scales:
-        return scales[0][0] in GRIDS and not q.offsets
+        return scales[0][0] in GRIDS
     if q.shards and not rest:
         return False
-    alike = not kind.pairs or [block for _, block in scales] == [block for _, block in q.offsets]
-    return alike and _fits(kind.scales, scales, q.k) and _fits(kind.minima, q.offsets, q.k)
+    alike = not kind.pairs or [block for _, block in scales] == [block for _, block in minima]
+    return alike and _fits(kind.scales, scales, q.k) and _fits(kind.minima, minima, q.k)
 
 
 def _kind(q: Outline) -> str | None:
@@ -128,13 +129,14 @@ def outline(spec: Spec) -> Outline:
     """The inverse of ``spec``, so far as it goes: a spec is sound when ``spec(outline(spec)) == spec``."""
     kind = KINDS.get(spec["kind"], Kind({}, ()))
     scales, offsets = _levels(kind, spec)
+    whole = (global_outline(spec),) if "global" in spec else ()
     return Outline(
         element=ELEMENTS[spec["element"]],
         n=spec["n"],
         k=spec["k"],
         experts=spec["experts"],
-        scales=(*scales, global_outline(spec)) if "global" in spec else scales,
-        offsets=offsets,
+        scales=(*scales, *whole),
+        offsets=(*offsets, *whole) if offsets else (),
         perm=spec["perm"],
         bias=spec["bias"],
         shards=tuple(spec.get("shards", ())),
@@ -172,6 +174,7 @@ def pack(q: QuantTensor) -> tuple[dict[str, Array], Spec]:
         tensors["scales"] = grid.view(BYTES.get(grid.dtype, grid.dtype))
     if "global" in s:
         tensors["global_scale"] = one_a_part(q.scales[-1]).reshape(global_shape(s))
+        assert not kind.minima or np.array_equal(q.offsets[-1].data, q.scales[-1].data), "one factor of the whole"
     if q.bias is not None:
         tensors["bias"] = q.bias
     return tensors, s
@@ -264,7 +267,9 @@ def unpack(tensors: Mapping[str, Array], spec: Spec) -> QuantTensor:
     if not kind.scales:
         scales.append(_grid(spec, tensors["scales"]))
     if "global" in spec:
-        scales.append(global_level(spec, tensors["global_scale"]))
+        whole = global_level(spec, tensors["global_scale"])
+        scales.append(whole)
+        offsets += [whole] if kind.minima else []
     return QuantTensor(
         element=ELEMENTS[spec["element"]],
         codes=codes,

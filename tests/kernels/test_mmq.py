@@ -82,13 +82,16 @@ def tensor(
         return [replace(x, block=(1, rows[i][1])) if group is None else x for i, x in enumerate(made)]
 
     all_scales = levels(scales)
+    minima = levels(offsets)
     if whole:
-        all_scales.append(Level(rng.random((*lead, 1, 1), np.float32), (n, k)))
+        factor = Level(rng.random((*lead, 1, 1), np.float32), (n, k))
+        all_scales.append(factor)
+        minima += [factor] if minima else []
     return QuantTensor(
         element=e,
         codes=rng.integers(0, 2**e.bits, (*lead, n, k), dtype=np.uint8),
         scales=tuple(all_scales),
-        offsets=tuple(levels(offsets)),
+        offsets=tuple(minima),
         bias=rng.random((*lead, n), np.float32) if bias else None,
     ).check()
 
@@ -321,6 +324,14 @@ BASE = Outline(ELEMENTS["u4b8"], 64, 256, None, (("f16", (1, 32)),))
         (
             {"element": ELEMENTS["u4"], "scales": (("f16", (1, 64)),), "offsets": (("f16", (1, 32)),)},
             "this has scales f16 (1, 64) less f16 (1, 32)",
+        ),
+        (
+            {
+                "element": ELEMENTS["u4"],
+                "scales": (("f16", (1, 32)), ("f32", (64, 256))),
+                "offsets": (("f16", (1, 32)),),
+            },
+            "this has scales f16 (1, 32) x f32 (64, 256) less f16 (1, 32)",
         ),
         (
             {"element": ELEMENTS["u6b32"], "scales": (("s8", (1, 32)), ("f16", (1, 256)))},
