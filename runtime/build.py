@@ -33,6 +33,10 @@ from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 from ..formats.errors import UnsupportedError, UsageError, WarptileError
 
 FLAGS = ("-std=c++20", "--ptxas-options=-v", "-default-device")
+COMPILER = "nvrtc.json"
+"""Beside cubins built ahead: [major, minor] of the oldest compiler that built any of them."""
+WGMMA_NVRTC = (13, 3)
+"""Older ones may overwrite the A registers of a wgmma that still runs: wrong results without a word."""
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -177,6 +181,19 @@ def nvrtc_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def compiler(cubins: str | Path | None = None) -> tuple[int, int]:
+    """(major, minor) of the NVRTC whose kernels run here: the one that filled the folder built ahead, else the one
+    installed; (0, 0) when there is neither."""
+    ahead = cubins or os.environ.get("WARPTILE_CUBINS")
+    if ahead and (Path(ahead) / COMPILER).exists():
+        major, minor = json.loads((Path(ahead) / COMPILER).read_text("utf-8"))
+        return int(major), int(minor)
+    try:
+        return nvrtc_version()
+    except UnsupportedError:
+        return 0, 0
+
+
 def _text(program: Any, what: str) -> bytes:
     buffer = b" " * int(_call(f"nvrtcGet{what}Size", program))
     _call(f"nvrtcGet{what}", program, buffer)
@@ -192,6 +209,13 @@ def _include_options() -> list[str]:
 
 def build(request: Request) -> Cubin:
     """Compile now, past every cache. Raises ``WarptileError`` with the compiler's words when it fails."""
+    if request.target.endswith("90a") and nvrtc_version() < WGMMA_NVRTC:
+        raise UnsupportedError(
+            f"NVRTC miscompiles {request.kernel} for {request.target}",
+            found="{}.{}".format(*nvrtc_version()),
+            need="{}.{} or newer".format(*WGMMA_NVRTC),
+            do="pip install 'nvidia-cuda-nvrtc>=13.3'",
+        )
     source, headers = _sources(request.kernel)
     texts, names = [text.encode() for text in headers.values()], [name.encode() for name in headers]
     program = _call("nvrtcCreateProgram", source.encode(), f"{request.kernel}.cu".encode(), len(names), texts, names)
@@ -282,6 +306,9 @@ def _parallel(requests: Iterable[Request], jobs: int) -> Iterator[tuple[Request,
 def prebuild(requests: Iterable[Request], folder: Path, jobs: int) -> int:
     """Build what ``folder`` does not hold yet; the number built."""
     missing = [r for r in requests if not (folder / f"{key(r)}.json").exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    oldest = min(nvrtc_version(), compiler(folder)) if (folder / COMPILER).exists() else nvrtc_version()
+    _publish(folder / COMPILER, json.dumps(oldest).encode())
     for request, cubin in _parallel(missing, jobs):
         _store(folder, key(request), request, nvrtc_version(), cubin)
     return len(missing)

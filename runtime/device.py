@@ -57,7 +57,7 @@ def current(index: int) -> Iterator[None]:
             runtime.setDevice(before)
 
 
-def _facts(index: int) -> plans.Device:
+def _facts(index: int, cubins: Any) -> plans.Device:
     from cuda.bindings import driver
     from cupy.cuda import runtime
 
@@ -65,15 +65,11 @@ def _facts(index: int) -> plans.Device:
         number = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(runtime.deviceGetAttribute(int(number), index))
 
-    try:
-        nvrtc = build.nvrtc_version()
-    except UnsupportedError:
-        nvrtc = (0, 0)
     return plans.Device(
         arch=attribute("COMPUTE_CAPABILITY_MAJOR") * 10 + attribute("COMPUTE_CAPABILITY_MINOR"),
         sms=attribute("MULTIPROCESSOR_COUNT"),
         shared=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
-        nvrtc=nvrtc,
+        nvrtc=build.compiler(cubins),
     )
 
 
@@ -90,7 +86,7 @@ class Cuda:
         self._dense: dict[tuple[str, str], Dense] = {}
         self._bound: dict[tuple[str, str, int, bool], Bound] = {}
         with current(index):
-            self.facts = _facts(index)
+            self.facts = _facts(index, cubins)
             self._uploader = Uploader()
             self._kernels = Kernels(cubins)
             self._lanes = Lanes(scratch_limit, self._uploader)
