@@ -65,7 +65,7 @@ def test_kernels_built_ahead_need_no_compiler(tmp_path: Path, monkeypatch: pytes
     request = build.Request("gather", (0,), "sm_80")
     assert build.prebuild([request], tmp_path, jobs=1) == 1
     assert build.prebuild([request], tmp_path, jobs=1) == 0
-    (entry,) = (json.loads(p.read_text()) for p in tmp_path.glob("*.json"))
+    entry = json.loads((tmp_path / f"{build.key(request)}.json").read_text())
     assert entry["kernel"] == "gather<Variant{0}>"
     assert tuple(entry["nvrtc"]) == build.nvrtc_version()
 
@@ -76,9 +76,16 @@ def test_kernels_built_ahead_need_no_compiler(tmp_path: Path, monkeypatch: pytes
     build.nvrtc_version.cache_clear()
     monkeypatch.setenv("WARPTILE_CUBINS", str(tmp_path))
     assert build.compile(*request).entry == entry["entry"]
+    assert build.compiler() == tuple(entry["nvrtc"]), "plans rely on the compiler that built them"
     with pytest.raises(UnsupportedError, match="no CUDA compiler"):
         build.compile("gather", (0,), "sm_89")
     build.nvrtc_version.cache_clear()
+
+
+def test_an_old_compiler_builds_no_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "nvrtc_version", lambda: (13, 0))
+    with pytest.raises(UnsupportedError, match=r"found 13\.0; need 13\.3 or newer"):
+        build.build(build.Request("gather", (0,), "sm_90a"))
 
 
 def test_the_key_is_everything_that_shapes_the_cubin(monkeypatch: pytest.MonkeyPatch) -> None:
