@@ -27,8 +27,9 @@ from . import checks
 from .canonical import ELEMENTS, Level, Outline, QuantTensor
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
-from .gguf_blocks import BLOCK_TYPES, BlockType, pack, unpack
+from .gguf_blocks import BLOCK_TYPES, BlockType, pack, unpack_codes, unpack_factors
 from .gguf_file import UNDO, types
+from .stream import Stream, hollow, whole
 
 Array = NDArray[Any]
 
@@ -105,24 +106,38 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
 def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
     """Codes and factors as stored. Raises as ``describe``, and CorruptError for factors that are no finite numbers, or
     in NVFP4 negative."""
+    return whole(stream(checkpoint, module))
+
+
+def stream(checkpoint: Checkpoint, module: str) -> Stream:
+    """``read``, its codes by the slab."""
     p = _linear(checkpoint, module)
-    codes, scales, offsets = unpack(p.kind, p.weight.array())
+    data = p.weight.array()
+    scales, offsets = unpack_factors(p.kind, data)
     for level in (*scales, *offsets):
         _check_factors(p.weight, level)
     if p.scale is not None:
         checks.finite(p.scale, p.scale.array())
         each = np.broadcast_to(p.scale.array().reshape(-1, 1, 1), (prod(p.lead), 1, 1))
-        whole = Level(each.reshape(*p.lead, 1, 1), (p.n, p.k))
-        scales, offsets = (*scales, whole), (*offsets, whole) if offsets else ()
+        factor = Level(each.reshape(*p.lead, 1, 1), (p.n, p.k))
+        scales, offsets = (*scales, factor), (*offsets, factor) if offsets else ()
     q = QuantTensor(
         element=ELEMENTS[p.kind.element],
-        codes=codes,
+        codes=hollow(*p.lead, p.n, p.k),
         scales=scales,
         offsets=offsets,
         bias=None if p.bias is None else p.bias.array(),
         source=p.source,
     )
-    return _in_order(q, _logical_rows(p.n, p.source["heads"])) if "heads" in p.source else q
+    order = _logical_rows(p.n, p.source["heads"]) if "heads" in p.source else None
+
+    def slab(expert: int, rows: slice, columns: slice) -> Array:
+        stored = (data if p.lead else data[None])[expert][rows if order is None else order[rows]]
+        first, last = columns.start // p.kind.size, -(-columns.stop // p.kind.size)
+        codes = unpack_codes(p.kind, stored[:, first * p.kind.nbytes : last * p.kind.nbytes])
+        return codes[:, columns.start - first * p.kind.size :][:, : columns.stop - columns.start]
+
+    return Stream(q if order is None else _in_order(q, order), slab, along=0)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:

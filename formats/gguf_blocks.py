@@ -143,24 +143,28 @@ def element(kind: BlockType) -> Element:
     return ELEMENTS[kind.element]
 
 
-def unpack(kind: BlockType, data: Array) -> tuple[Array, tuple[Level, ...], tuple[Level, ...]]:
-    """Rows of blocks uint8 [.., n, bytes] -> codes uint8 [.., n, k], scales and offsets, finest first."""
+def unpack_codes(kind: BlockType, data: Array) -> Array:
+    """Rows of blocks uint8 [.., n, bytes] -> codes uint8 [.., n, k]."""
     blocks = data.reshape(*data.shape[:-1], -1, kind.nbytes)
-    if kind.signs:
-        indices = _get(kind.codes, blocks, kind.size // 4, np.uint16)
-        codes = _codebook()[indices].reshape(*indices.shape[:-1], kind.size)
-        codes |= _get(kind.signs, blocks, kind.size) << 3
-    else:
-        codes = _get(kind.codes, blocks, kind.size)
+    if not kind.signs:
+        return _unblocked(_get(kind.codes, blocks, kind.size))
+    indices = _get(kind.codes, blocks, kind.size // 4, np.uint16)
+    codes = _codebook()[indices].reshape(*indices.shape[:-1], kind.size)
+    return _unblocked(codes | _get(kind.signs, blocks, kind.size) << 3)
+
+
+def unpack_factors(kind: BlockType, data: Array) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
+    """Rows of blocks uint8 [.., n, bytes] -> (scales, offsets), finest first."""
+    blocks = data.reshape(*data.shape[:-1], -1, kind.nbytes)
     scales, offsets = (
         tuple(Level(_unblocked(_get_factor(f, blocks, kind.size)), (1, f.block)) for f in factors)
         for factors in (kind.scales, kind.offsets)
     )
-    return _unblocked(codes), scales, offsets
+    return scales, offsets
 
 
 def pack(kind: BlockType, codes: Array, scales: Sequence[Level], offsets: Sequence[Level]) -> Array:
-    """The inverse of ``unpack``."""
+    """The inverse of ``unpack_codes`` and ``unpack_factors`` together."""
     *lead, k = codes.shape
     blocks = np.zeros((*lead, k // kind.size, kind.nbytes), np.uint8)
     codes = np.ascontiguousarray(codes).reshape(*lead, -1, kind.size)

@@ -2,7 +2,7 @@
 
 | tensor | dtype, shape | meaning |
 | --- | --- | --- |
-| ``strips`` | u8 [(E,) Np/128, Kp/256, 8, strip] | planes of codes, then of factors (``mmq_kinds.KINDS``) |
+| ``strips`` | u8 [(E,) Np/128, Kp/256, 8, strip] | planes of codes, then of factors (``mmq_strips.KINDS``) |
 | ``scales`` | source dtype [(E,) ceil(K/bk), ceil(N/bn)] | kind fp8 only: the grid as it is, k first |
 |            | [(E,) ceil(K/bk), shards] | one scale for each fused shard (spec key ``shards``) |
 | ``global_scale`` | f32 [1], [shards], [E], [E, shards] | a factor of scales and minima, always a multiplier |
@@ -17,25 +17,29 @@ group on, and kernels take x as 0 for k >= K.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape
-from ..formats.errors import UnsupportedError
+from ..formats.stream import Pieces, Stream, hollow, joined, steps, streamed, whole
 from .factors import global_level, global_outline, global_shape, is_global, one_a_part, wrong_shards
-from .launch import Device, Plan
-from .mmq_kinds import DEPTH, GRIDS, KINDS, ROWS, Kind
+from .mmq_plan import covering as covering
+from .mmq_plan import plan as plan
+from .mmq_plan import variants as variants
+from .mmq_strips import DEPTH, GRIDS, KINDS, ROWS, Kind, unpack_codes, unpack_factors
+from .mmq_strips import pack as pack_strips
 
 Array = NDArray[Any]
 Spec = dict[str, Any]
 Levels = tuple[tuple[str, tuple[int, int]], ...]
 
 STRIPS = 8
-"""Strips that lie together: 128 rows, what one block of a kernel takes."""
+BLOCK = STRIPS * ROWS
+"""Rows of the strips that lie together, what one block of a kernel takes."""
 
 MEMBERS = ("strips", "scales", "global_scale", "bias")
 """Every suffix a module may have."""
@@ -111,7 +115,7 @@ def spec(q: Outline) -> Spec:
         "element": q.element.name,
         "n": q.n,
         "k": q.k,
-        "n_padded": -(-q.n // (ROWS * STRIPS)) * ROWS * STRIPS,
+        "n_padded": -(-q.n // BLOCK) * BLOCK,
         "k_padded": -(-q.k // DEPTH) * DEPTH,
         "experts": q.experts,
         "group": q.group,
@@ -153,22 +157,20 @@ def _levels(kind: Kind, spec: Spec) -> tuple[Levels, Levels]:
 
 def pack(q: QuantTensor) -> tuple[dict[str, Array], Spec]:
     """Tensors by suffix, and their spec. The tensor must be one that ``accepts`` takes."""
+    tensors, spec = stream(streamed(q))
+    return {suffix: joined(tensor) for suffix, tensor in tensors.items()}, spec
+
+
+def stream(source: Stream) -> tuple[dict[str, Array | Pieces], Spec]:
+    """``pack``, the strips in pieces of 128 rows or a multiple."""
+    q = source.tensor
     outline = q.outline()
     assert accepts(outline) is None, accepts(outline)
     s = spec(outline)
     kind = KINDS[s["kind"]]
-    n, k, np_, kp, lead = s["n"], s["k"], s["n_padded"], s["k_padded"], q.codes.shape[:-2]
-    codes = np.zeros((*lead, kp, np_), np.uint8)
-    codes[..., :k, :n] = (q.codes ^ np.uint8(kind.elements[s["element"]])).swapaxes(-2, -1)
-
-    strips = np.empty(_strips_shape(s), np.uint8)
-    by_rows, at = strips.swapaxes(-3, -2), 0
-    for plane in (*_code_planes(kind, codes), *_factor_planes(kind, s, q)):
-        size = plane.shape[-1]
-        by_rows[..., at : at + size] = plane.reshape(*by_rows.shape[:-1], size)
-        at += size
-    assert at == kind.strip
-    tensors = {"strips": strips}
+    cuts = [(e, run) for e in range(q.experts or 1) for run in steps(s["n_padded"], BLOCK, s["k_padded"])]
+    makers = [partial(_strips, source, s, expert, run) for expert, run in cuts]
+    tensors: dict[str, Array | Pieces] = {"strips": Pieces(np.dtype(np.uint8), _strips_shape(s), makers)}
     if not kind.scales:
         grid = np.ascontiguousarray(one_a_part(q.scales[0]).swapaxes(-2, -1))
         tensors["scales"] = grid.view(BYTES.get(grid.dtype, grid.dtype))
@@ -180,40 +182,31 @@ def pack(q: QuantTensor) -> tuple[dict[str, Array], Spec]:
     return tensors, s
 
 
-def _code_planes(kind: Kind, codes: Array) -> Iterator[Array]:
-    """codes [.., Kp, Np] -> uint8 [.., Np/16, Kp/256, bytes] for each plane."""
-    *lead, kp, np_ = codes.shape
-    for plane in kind.codes:
-        bits = plane.tile.bits
-        words = plane.tile.pack(codes if bits == 8 else codes >> plane.shift & 2**bits - 1)
-        yield words.view(np.uint8).reshape(*lead, kp // DEPTH, np_ // ROWS, plane.nbytes).swapaxes(-3, -2)
-
-
-def _factor_planes(kind: Kind, s: Spec, q: QuantTensor) -> Iterator[Array]:
-    """uint8 [.., Np/16, Kp/256, bytes] for each level."""
+def _strips(source: Stream, s: Spec, expert: int, run: slice) -> Array:
+    """uint8 [run / 128, Kp/256, 8, strip] of the padded rows ``run``."""
+    q, kind, k, kp = source.tensor, KINDS[s["kind"]], s["k"], s["k_padded"]
+    count = run.stop - run.start
+    rows = slice(run.start, min(run.stop, s["n"]))
+    codes = np.zeros((count, kp), np.uint8)
+    flip = np.uint8(kind.elements[s["element"]])
+    codes[: rows.stop - rows.start, :k] = source.slab(expert, rows, slice(0, k)) ^ flip
+    levels = []
     for i, (_, own) in enumerate(kind.scales):
-        levels = [q.scales[i], *q.offsets[i : i + 1]]
+        grids = [q.scales[i]] + ([q.offsets[i]] if kind.minima else [])
+        held = [level.data.reshape(-1, *level.data.shape[-2:])[expert, rows] for level in grids]
         if kind.pairs:
-            levels[1] = replace(levels[1], data=np.negative(levels[1].data))
-        rows = [_by_strip(_finer(level, own, s), own) for level in levels]
-        plane = np.stack(rows, axis=-2 if kind.pairs else -3)
-        yield plane.reshape(*plane.shape[:-4], -1)
+            held[1] = np.negative(held[1])
+        group = np.arange(-(-k // own)) * own // grids[0].block[1]
+        levels.append([_padded(data[:, group], count, kp // own) for data in held])
+    strips = pack_strips(kind, codes, levels)
+    return strips.reshape(count // BLOCK, STRIPS, *strips.shape[1:]).swapaxes(1, 2)
 
 
-def _finer(level: Level, own: int, s: Spec) -> Array:
-    """A level's factors, one for every ``own`` weights: [.., Np, Kp / own], padded with zero bytes."""
-    n, k = s["n"], s["k"]
-    grid = np.zeros((*level.data.shape[:-2], s["n_padded"], s["k_padded"] // own), level.data.dtype)
-    group = np.arange(-(-k // own)) * own // level.block[1]
-    grid[..., :n, : len(group)] = level.data[..., group]
-    return grid
-
-
-def _by_strip(grid: Array, own: int) -> Array:
-    """[.., Np, Kp / own] -> uint8 [.., Np/16, Kp/256, 16, 256 / own, bytes of a factor]."""
-    *lead, np_, _ = grid.shape
-    rows = grid.view(np.uint8).reshape(*lead, np_ // ROWS, ROWS, -1, DEPTH // own, grid.dtype.itemsize)
-    return rows.swapaxes(-4, -3)
+def _padded(grid: Array, rows: int, columns: int) -> Array:
+    """[r, c] -> [rows, columns], new entries zero bytes."""
+    out = np.zeros((rows, columns), grid.dtype)
+    out[: grid.shape[0], : grid.shape[1]] = grid
+    return out
 
 
 def expected(spec: Spec) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -232,7 +225,7 @@ def expected(spec: Spec) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def _strips_shape(spec: Spec) -> tuple[int, ...]:
     lead = () if spec["experts"] is None else (spec["experts"],)
-    blocks = spec["n_padded"] // (ROWS * STRIPS), spec["k_padded"] // DEPTH
+    blocks = spec["n_padded"] // BLOCK, spec["k_padded"] // DEPTH
     return (*lead, *blocks, STRIPS, KINDS[spec["kind"]].strip)
 
 
@@ -247,58 +240,58 @@ def _grid_shape(spec: Spec) -> tuple[int, int]:
 
 def unpack(tensors: Mapping[str, Array], spec: Spec) -> QuantTensor:
     """The inverse of ``pack``; ``source`` and ``residue`` are the artifact's to add."""
+    return whole(view(tensors, spec))
+
+
+def view(tensors: Mapping[str, Array], spec: Spec) -> Stream:
+    """``unpack``, its codes by the slab."""
     kind, n, k = KINDS[spec["kind"]], spec["n"], spec["k"]
-    strips = tensors["strips"].swapaxes(-3, -2)
-    strips = strips.reshape(*strips.shape[:-4], -1, *strips.shape[-2:])  # [.., Np/16, Kp/256, strip]
-    codes, at = _unpacked_codes(kind, strips)
-    codes = codes[..., :k, :n].swapaxes(-2, -1) ^ np.uint8(kind.elements[spec["element"]])
-    blocks = [block for _, block in _levels(kind, spec)[0]]
-    scales: list[Level] = []
-    offsets: list[Level] = []
-    for (dtype, own), block in zip(kind.scales, blocks, strict=False):
-        parts = 2 if kind.minima else 1
-        size = ROWS * parts * DEPTH // own * SCALE_DTYPES[dtype].itemsize
-        plane, at = strips[..., at : at + size], at + size
-        first = np.arange(-(-k // block[1])) * block[1] // own
-        grids = _unpacked_factors(plane, SCALE_DTYPES[dtype], parts, own, kind.pairs)
-        scale, *minimum = (grid[..., :n, first] for grid in grids)
-        scales.append(Level(scale, block))
-        offsets += [Level(np.negative(low) if kind.pairs else low, block) for low in minimum]
+    lead = () if spec["experts"] is None else (spec["experts"],)
+    strips = tensors["strips"].reshape(-1, *_strips_shape(spec)[-4:])
+    flip = np.uint8(kind.elements[spec["element"]])
+
+    def slab(expert: int, rows: slice, columns: slice) -> Array:
+        top, left = rows.start // BLOCK, columns.start // DEPTH
+        held = strips[expert, top : -(-rows.stop // BLOCK), left : -(-columns.stop // DEPTH)]
+        codes = unpack_codes(kind, _by_rows(held))[rows.start - top * BLOCK :, columns.start - left * DEPTH :]
+        return codes[: rows.stop - rows.start, : columns.stop - columns.start] ^ flip
+
+    scales, offsets = _unpacked_levels(kind, spec, [unpack_factors(kind, _by_rows(one)) for one in strips], lead)
     if not kind.scales:
         scales.append(_grid(spec, tensors["scales"]))
     if "global" in spec:
-        whole = global_level(spec, tensors["global_scale"])
-        scales.append(whole)
-        offsets += [whole] if kind.minima else []
-    return QuantTensor(
+        factor = global_level(spec, tensors["global_scale"])
+        scales.append(factor)
+        offsets += [factor] if kind.minima else []
+    q = QuantTensor(
         element=ELEMENTS[spec["element"]],
-        codes=codes,
+        codes=hollow(*lead, n, k),
         scales=tuple(scales),
         offsets=tuple(offsets),
         bias=tensors["bias"] if spec["bias"] else None,
     )
+    return Stream(q, slab, along=0)
 
 
-def _unpacked_codes(kind: Kind, strips: Array) -> tuple[Array, int]:
-    """(uint8 [.., Kp, Np], the bytes of a strip that are codes)."""
-    at = 0
-    *lead, rows, steps, _ = strips.shape
-    whole = np.zeros((*lead, steps * DEPTH, rows * ROWS), np.uint8)
-    for plane in kind.codes:
-        words = np.ascontiguousarray(strips[..., at : at + plane.nbytes].swapaxes(-3, -2)).view(np.int32)
-        whole |= plane.tile.unpack(words.reshape(*lead, steps, -1)) << plane.shift
-        at += plane.nbytes
-    return whole, at
+def _by_rows(strips: Array) -> Array:
+    """[blocks, steps, 8, strip] -> [blocks * 8, steps, strip]."""
+    return strips.swapaxes(1, 2).reshape(-1, strips.shape[1], strips.shape[3])
 
 
-def _unpacked_factors(plane: Array, dtype: np.dtype[Any], parts: int, own: int, pairs: bool) -> list[Array]:
-    """uint8 [.., Np/16, Kp/256, bytes] -> [.., Np, Kp / own] of each of the ``parts`` of a level."""
-    *lead, rows, steps, _ = plane.shape
-    per = DEPTH // own
-    inner = (per, parts) if pairs else (parts, per)
-    factors = np.ascontiguousarray(plane).view(dtype).reshape(*lead, rows, steps, ROWS, *inner)
-    factors = np.moveaxis(factors, -1 if pairs else -2, 0).swapaxes(-3, -2)
-    return [part.reshape(*lead, rows * ROWS, steps * per) for part in factors]
+def _unpacked_levels(
+    kind: Kind, spec: Spec, experts: Sequence[list[list[Array]]], lead: tuple[int, ...]
+) -> tuple[list[Level], list[Level]]:
+    """Scales and offsets from the factors of each expert, without padding and repetition."""
+    n, k = spec["n"], spec["k"]
+    scales: list[Level] = []
+    offsets: list[Level] = []
+    for i, ((_, own), (_, block)) in enumerate(zip(kind.scales, _levels(kind, spec)[0], strict=False)):
+        first = np.arange(-(-k // block[1])) * block[1] // own
+        for j, levels in enumerate((scales, offsets) if kind.minima else (scales,)):
+            data = np.stack([one[i][j][:n, first] for one in experts])
+            data = data.reshape(*lead, *data.shape[1:])
+            levels.append(Level(np.negative(data) if kind.pairs and j else data, block))
+    return scales, offsets
 
 
 def _grid(spec: Spec, stored: Array) -> Level:
@@ -308,19 +301,3 @@ def _grid(spec: Spec, stored: Array) -> Level:
     if "shards" in spec and "global" not in spec:
         return from_shards(data, tuple(spec["shards"]), block_k)
     return Level(data, (block_n, block_k))
-
-
-def plan(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool = True) -> Plan:
-    """Raises UnsupportedError: no kernel multiplies with strips yet."""
-    found = f"{spec['kind']}, {x_dtype} activations"
-    raise UnsupportedError("no kernel for strips yet", found=found, do="dequantize instead")
-
-
-def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(kernel, variant, target) of everything ``plan`` can ask for on an architecture: nothing yet."""
-    return iter(())
-
-
-def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What CI compiles for a target: nothing yet."""
-    return iter(())

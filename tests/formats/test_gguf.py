@@ -53,7 +53,7 @@ def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
 
 def quant(name: str, data: np.ndarray) -> QuantTensor:
     kind = BLOCK_TYPES[name]
-    codes, scales, offsets = gguf_blocks.unpack(kind, data)
+    codes, (scales, offsets) = gguf_blocks.unpack_codes(kind, data), gguf_blocks.unpack_factors(kind, data)
     return QuantTensor(gguf_blocks.element(kind), codes, scales, offsets=offsets).check()
 
 
@@ -94,9 +94,9 @@ def test_any_bytes_come_back(name: str) -> None:
     kind = BLOCK_TYPES[name]
     for shape in ((5, 3 * kind.nbytes), (2, 3, kind.nbytes)):
         data = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-        codes, scales, offsets = gguf_blocks.unpack(kind, data)
-        assert int(codes.max()) < 2 ** gguf_blocks.element(kind).bits
-        np.testing.assert_array_equal(gguf_blocks.pack(kind, codes, scales, offsets), data)
+        q = quant(name, data)
+        assert int(q.codes.max()) < 2**q.element.bits
+        np.testing.assert_array_equal(gguf_blocks.pack(kind, q.codes, q.scales, q.offsets), data)
 
 
 def checkpoint(
@@ -428,7 +428,22 @@ def test_a_level_is_negated_without_a_change_of_value() -> None:
     every = np.arange(0x10000, dtype=np.uint16)
     data = np.zeros((1, 0x10000, 20), np.uint8)
     data[..., 2:4] = every[:, None].view(np.uint8)
-    codes, scales, offsets = gguf_blocks.unpack(BLOCK_TYPES["Q4_1"], data.reshape(1, -1))
-    np.testing.assert_array_equal(offsets[0].data.view(np.uint16)[0], every ^ 0x8000)
-    assert offsets[0].dtype == "f16"
-    np.testing.assert_array_equal(gguf_blocks.pack(BLOCK_TYPES["Q4_1"], codes, scales, offsets), data.reshape(1, -1))
+    q = quant("Q4_1", data.reshape(1, -1))
+    np.testing.assert_array_equal(q.offsets[0].data.view(np.uint16)[0], every ^ 0x8000)
+    assert q.offsets[0].dtype == "f16"
+    back = gguf_blocks.pack(BLOCK_TYPES["Q4_1"], q.codes, q.scales, q.offsets)
+    np.testing.assert_array_equal(back, data.reshape(1, -1))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", "IQ3_S"])
+@pytest.mark.parametrize("undo", [False, True])
+def test_any_rectangle_of_codes(tmp_path: Path, kind: str, undo: bool) -> None:
+    tensor, _ = stored("blk.0.attn_q.weight", kind, n=24)
+    given = checkpoint(tmp_path, tensor, options=Options(undo_rope_order=undo), pairs=model(head_count=3))
+    whole, stream = gguf.read(given, "blk.0.attn_q").codes, gguf.stream(given, "blk.0.attn_q")
+    for rows, columns in (
+        (slice(0, 24), slice(0, 512)),
+        (slice(3, 9), slice(37, 300)),
+        (slice(23, 24), slice(256, 257)),
+    ):
+        np.testing.assert_array_equal(stream.slab(0, rows, columns), whole[rows, columns])

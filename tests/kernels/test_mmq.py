@@ -25,6 +25,7 @@ from warptile.formats.canonical import (
     same,
 )
 from warptile.formats.errors import CorruptError, UnsupportedError
+from warptile.formats.stream import Pieces, joined, streamed
 from warptile.kernels import layouts, mmq
 from warptile.kernels.launch import Device
 
@@ -191,6 +192,22 @@ def test_large_ones_take_the_same_map(kind: str) -> None:
     )
     np.testing.assert_array_equal(tensors["strips"][1:2, 1:2], by_hand(kind, small))
     assert same(mmq.unpack(tensors, spec), q) is None
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q5_k", "fp8"])
+def test_any_rectangle_and_any_piece(kind: str) -> None:
+    q = tensor(kind, 300, 700, experts=2)
+    tensors, spec = mmq.pack(q)
+    stored, _ = mmq.stream(streamed(q))
+    assert isinstance(stored["strips"], Pieces)
+    np.testing.assert_array_equal(joined(stored["strips"]), tensors["strips"])
+    stream = mmq.view(tensors, spec)
+    for e, rows, columns in (
+        (0, slice(0, 300), slice(0, 700)),
+        (1, slice(130, 140), slice(250, 600)),
+        (1, slice(299, 300), slice(0, 1)),
+    ):
+        np.testing.assert_array_equal(stream.slab(e, rows, columns), q.codes[e, rows, columns])
 
 
 @settings(max_examples=120, deadline=None)

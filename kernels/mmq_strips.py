@@ -1,4 +1,4 @@
-"""What an MMQ strip is: planes of code bits as index maps, and the kinds of strips as table rows.
+"""What an MMQ strip is: planes of code bits as index maps, the kinds of strips as table rows, and both directions.
 
 A strip is 16 rows x 256 k. Lane 4g + t of a fragment of ``mma.m16n8k32`` (s8) holds, in byte b of register r, row
 g + 8 (r & 1) and k = 16 (r >> 1) + 4t + b of a unit of 16 x 32; every plane of codes is in the order of lanes.
@@ -6,10 +6,11 @@ g + 8 (r & 1) and k = 16 (r >> 1) + 4t + b of a unit of 16 x 32; every plane of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ..formats.bits import Tile
@@ -107,3 +108,53 @@ KINDS = {
 }
 GRIDS = ("f16", "bf16", "f32", "e8m0", "f64")
 """Scale types of kind fp8."""
+
+
+def pack(kind: Kind, codes: Array, levels: Sequence[Sequence[Array]]) -> Array:
+    """uint8 [N/16, K/256, strip]: the strips of codes uint8 [N, K], as they are stored.
+
+    levels[i] are the factors of level i, each [N, K / weights]: its scales, and its minima where the kind has them.
+    """
+    rows, steps = codes.shape[0] // ROWS, codes.shape[1] // DEPTH
+    out, at = np.empty((rows, steps, kind.strip), np.uint8), 0
+    turned = codes.T
+    for plane in kind.codes:
+        bits = plane.tile.bits
+        words = plane.tile.pack(turned if bits == 8 else turned >> plane.shift & 2**bits - 1)
+        stored = words.view(np.uint8).reshape(steps, rows, plane.nbytes)
+        out[..., at : at + plane.nbytes] = stored.swapaxes(0, 1)
+        at += plane.nbytes
+    for (_, own), grids in zip(kind.scales, levels, strict=True):
+        parts = [g.view(np.uint8).reshape(rows, ROWS, steps, DEPTH // own, -1).swapaxes(1, 2) for g in grids]
+        plane_bytes = np.stack(parts, axis=4 if kind.pairs else 3).reshape(rows, steps, -1)
+        out[..., at : at + plane_bytes.shape[-1]] = plane_bytes
+        at += plane_bytes.shape[-1]
+    assert at == kind.strip
+    return out
+
+
+def unpack_codes(kind: Kind, strips: Array) -> Array:
+    """uint8 [N/16, K/256, strip] -> codes uint8 [N, K], as they are stored."""
+    rows, steps, _ = strips.shape
+    codes, at = np.zeros((steps * DEPTH, rows * ROWS), np.uint8), 0
+    for plane in kind.codes:
+        words = np.ascontiguousarray(strips[..., at : at + plane.nbytes].swapaxes(0, 1)).view(np.int32)
+        codes |= plane.tile.unpack(words.reshape(steps, -1)) << plane.shift
+        at += plane.nbytes
+    return codes.T
+
+
+def unpack_factors(kind: Kind, strips: Array) -> list[list[Array]]:
+    """uint8 [N/16, K/256, strip] -> ``levels`` as ``pack`` takes them."""
+    rows, steps, _ = strips.shape
+    at, levels = sum(plane.nbytes for plane in kind.codes), []
+    parts = 2 if kind.minima else 1
+    for name, own in kind.scales:
+        dtype, per = SCALE_DTYPES[name], DEPTH // own
+        size = ROWS * parts * per * dtype.itemsize
+        stored = np.ascontiguousarray(strips[..., at : at + size]).view(dtype)
+        stored = stored.reshape(rows, steps, ROWS, *((per, parts) if kind.pairs else (parts, per)))
+        each = np.moveaxis(stored, 4 if kind.pairs else 3, 0).swapaxes(2, 3)
+        levels.append([grid.reshape(rows * ROWS, steps * per) for grid in each])
+        at += size
+    return levels
