@@ -180,3 +180,22 @@ def count_masked(codes: Array, mask: Any) -> int:
     for x in range(codes.size):
         total += (codes[x] & mask) == mask
     return total
+
+
+@compiled
+def get_bits(blocks: Array, runs: Array, values: Array) -> None:
+    """uint8 [r, bytes] -> uint8 or uint16 [r, count], zero before; runs int64 [runs, 8] as ``gguf_blocks.Bits`` says:
+    (at, chunks, stride, slots, start, width, shift, first)."""
+    for r in range(blocks.shape[0]):
+        for j in range(runs.shape[0]):
+            at, chunks, stride, slots = runs[j, 0], runs[j, 1], runs[j, 2], runs[j, 3]
+            start, width, shift, first = runs[j, 4], runs[j, 5], runs[j, 6], runs[j, 7]
+            mask = (1 << width) - 1
+            for c in range(chunks):
+                stored = blocks[r, at + c * stride : at + (c + 1) * stride]
+                for s in range(slots):
+                    place = first + (c * slots + s) * stride
+                    part = values[r, place : place + stride]
+                    low = start + width * s
+                    for i in range(stride):
+                        part[i] |= ((stored[i] >> low) & mask) << shift

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from .bits import loops, plain
 from .canonical import ELEMENTS, SCALE_DTYPES, Element, Level
 
 Array = NDArray[Any]
@@ -41,13 +42,19 @@ class Bits:
     count: int = 0
     """Values in the run; 0: all."""
 
+    def numbers(self, count: int) -> tuple[int, ...]:
+        """The run among ``count`` values as the compiled loop takes it: (at, chunks, stride, slots, start, ..)."""
+        slots = self.slots or 8 // self.width
+        chunks = (self.count or count) // (self.stride * slots)
+        return self.at, chunks, self.stride, slots, self.start, self.width, self.shift, self.first
+
     def runs(self, blocks: Array, values: Array) -> list[tuple[Array, Array, int]]:
         """(bytes, values, lowest bit) of each slot: views of blocks [.., nbytes] and values [.., count]."""
-        slots, count = self.slots or 8 // self.width, self.count or values.shape[-1]
-        chunks = count // (self.stride * slots)
+        _, chunks, _, slots, *_ = self.numbers(values.shape[-1])
         stored = blocks[..., self.at : self.at + chunks * self.stride]
         stored = stored.reshape(*stored.shape[:-1], chunks, self.stride)
-        part = values[..., self.first : self.first + count].reshape(*values.shape[:-1], chunks, slots, self.stride)
+        part = values[..., self.first : self.first + chunks * slots * self.stride]
+        part = part.reshape(*values.shape[:-1], chunks, slots, self.stride)
         return [(stored, part[..., s, :], self.start + self.width * s) for s in range(slots)]
 
 
@@ -187,6 +194,11 @@ def _unblocked(values: Array) -> Array:
 
 def _get(runs: tuple[Bits, ...], blocks: Array, count: int, dtype: DTypeLike = np.uint8) -> Array:
     values = np.zeros((*blocks.shape[:-1], count), dtype)
+    fast = loops(values.size)
+    if fast is not None:
+        table = np.array([run.numbers(count) for run in runs])
+        fast.get_bits(plain(blocks).reshape(-1, blocks.shape[-1]), table, values.reshape(-1, count))
+        return values
     for run in runs:
         for stored, part, start in run.runs(blocks, values):
             part |= (stored >> start & 2**run.width - 1).astype(dtype) << run.shift

@@ -119,8 +119,8 @@ def pack(kind: Kind, codes: Array, levels: Sequence[Sequence[Array]]) -> Array:
     out, at = np.empty((rows, steps, kind.strip), np.uint8), 0
     turned = codes.T
     for plane in kind.codes:
-        bits = plane.tile.bits
-        words = plane.tile.pack(turned if bits == 8 else turned >> plane.shift & 2**bits - 1)
+        part = turned if len(kind.codes) == 1 else turned >> plane.shift & 2**plane.tile.bits - 1
+        words = plane.tile.pack(part)
         stored = words.view(np.uint8).reshape(steps, rows, plane.nbytes)
         out[..., at : at + plane.nbytes] = stored.swapaxes(0, 1)
         at += plane.nbytes

@@ -99,6 +99,16 @@ def test_any_bytes_come_back(name: str) -> None:
         np.testing.assert_array_equal(gguf_blocks.pack(kind, q.codes, q.scales, q.offsets), data)
 
 
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_many_rows_are_read_like_few(name: str) -> None:
+    """Enough of them for compiled loops, when there are some."""
+    data = random_blocks(name, (1536, 1024 // BLOCK_TYPES[name].size))
+    many, few = quant(name, data), quant(name, data[700:703])
+    np.testing.assert_array_equal(many.codes[700:703], few.codes)
+    for a, b in zip((*many.scales, *many.offsets), (*few.scales, *few.offsets), strict=True):
+        assert a.data[700:703].tobytes() == b.data.tobytes()
+
+
 def checkpoint(
     folder: Path, *tensors: Stored, options: Options | None = None, pairs: dict[str, tuple[str, Any]] | None = None
 ) -> Checkpoint:
