@@ -2,7 +2,7 @@
 
 | SRC | weights are |
 | --- | --- |
-| a file | that file |
+| a file | that file; of a split GGUF set all parts |
 | a directory with ``*.safetensors.index.json`` | what the index lists, and it must agree with every shard both ways |
 | any other directory | every ``*.safetensors`` in it, when no tensor is twice; not artifacts beside other weights |
 
@@ -94,7 +94,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str], options: Options | None = None) -> Checkpoint:
-    """Headers, index and configs of a .safetensors file or a directory; no tensor is read.
+    """Headers, index and configs of a file (``READERS`` has the kinds) or a directory; no tensor is read.
 
     Raises:
         WarptileError: there is no such file, or it cannot be read.

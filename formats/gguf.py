@@ -39,10 +39,10 @@ WEIGHT, SCALE, BIAS = ".weight", ".scale", ".bias"
 ROPE_ORDER, UNDONE = "ggml_rope", "undone"
 """Values of ``source["row_order"]``."""
 ROPED = re.compile(r"blk\.(?P<layer>\d+)\.attn_(?P<role>[qk])")
-# Architectures whose q and k llama.cpp's converter reorders.
+# Architectures whose q and k llama.cpp's converters write in that order (conversion/*.py).
 REORDERED = (
-    *("arcee", "arctic", "baichuan", "bailingmoe", "deci", "granite", "granitehybrid", "granitemoe", "internlm2"),
-    *("llada", "llama", "minicpm", "mistral3", "olmo", "smollm3", "xverse"),
+    *("arcee", "arctic", "baichuan", "bailingmoe", "chameleon", "deci", "deepseek", "eagle3", "granite"),
+    *("granitehybrid", "granitemoe", "internlm2", "llada", "llama", "minicpm", "mistral3", "olmo", "smollm3", "xverse"),
 )
 
 

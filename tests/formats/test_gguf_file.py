@@ -345,6 +345,33 @@ def test_key_values_of_another_model_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "back.gguf").read_bytes() == path.read_bytes()
 
 
+def test_file_and_key_values_are_replaced_together(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.gguf", [Q4], model("llama"))
+    two = write(tmp_path / "two.gguf", [Q4, NORM], model("qwen3"))
+    artifact = convert(one, tmp_path / "a.safetensors", to="mmq").dst
+    with pytest.raises(WarptileError, match="already exists"):
+        convert(two, artifact, to="mmq")
+    verify(artifact, one)
+    convert(two, artifact, to="mmq", overwrite=True)
+    verify(artifact, two)
+    unpack(artifact, tmp_path / "back.gguf")
+    with pytest.raises(WarptileError, match="already exists"):
+        unpack(artifact, tmp_path / "back.gguf")
+    unpack(artifact, tmp_path / "back.gguf", overwrite=True)
+    assert (tmp_path / "back.gguf").read_bytes() == two.read_bytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        *("a.safetensors", "a.safetensors.gguf-kv", "back.gguf", "one.gguf", "two.gguf")
+    ]
+
+
+def test_an_error_leaves_neither(tmp_path: Path) -> None:
+    wrong = replace(Q4, data=b"\x00\x7c" + bytes(106))
+    path = write(tmp_path / "m.gguf", [wrong], model())
+    with pytest.raises(CorruptError, match="NaN or infinite"):
+        convert(path, tmp_path / "a.safetensors", to="mmq")
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
 def test_only_artifacts_of_gguf_become_gguf(tmp_path: Path) -> None:
     artifact = convert(zoo("gq_gptq_dynamic"), tmp_path / "a", to="marlin").dst
     with pytest.raises(UnsupportedError, match="not made from a GGUF file"):
