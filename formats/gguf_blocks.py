@@ -6,7 +6,8 @@ Facts: ggml-common.h and ggml-quants.c of https://github.com/ggml-org/llama.cpp.
 
 Where ggml adds a minimum (Q4_1, Q5_1: d * q + m) the canonical form subtracts -m, the same bits but for the sign.
 Every product of factors and a code has at most 24 bits, and the one sum in d * q - m spans less than 53: computed in
-float64 and rounded once they equal ggml's float32 arithmetic bit for bit.
+float64 and rounded once they equal ggml's float32 arithmetic bit for bit. (But for one sign: code 8 of e2m1 is minus
+zero, where ggml's table has plain 0.)
 """
 
 from __future__ import annotations

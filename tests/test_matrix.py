@@ -92,7 +92,8 @@ def test_a_checkpoint_of_another_tool_makes_the_round_trip(folder, layout, tmp_p
     try:
         result = convert(folder, tmp_path / "artifact", to=layout, widen=True)
     except UnsupportedError as refused:
-        assert "modules cannot become" in str(refused)
+        if "modules cannot become" not in str(refused):
+            raise
         pytest.skip(str(refused))
     verify(result.dst)
     verify(result.dst, folder)
