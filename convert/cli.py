@@ -35,7 +35,8 @@ HELP = {
     "dry_run": "Print the plan; read no codes and write nothing.",
     "widen": "Store 2- and 3-bit codes losslessly in 4-bit fields.",
     "max_shard_size": "Largest shard of a directory: 5GB, 500MiB, or bytes.",
-    "workers": "Shards written at a time.",
+    "workers": "Threads that pack; 0 is one a core.",
+    "scheduler": "Write shards on a dask.distributed cluster: tcp://host:8786.",
     "quiet": "Print errors only, and what --json asks for.",
     "bits": "Believe this width, whatever the labels say.",
     "group_size": "Believe this group size; -1 is one group over all inputs.",
@@ -138,11 +139,12 @@ def _add_inspect() -> None:
 def _verify(
     artifact: ArtifactPath,
     against: Annotated[Path | None, typer.Option("--against", metavar="SRC", help="Compare all with it.")] = None,
+    workers: Annotated[int, typer.Option("--workers", help="Threads that compare; 0 is one a core.")] = 0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Check an artifact against itself, or against the checkpoint it was made from."""
-    _run(partial(verify, artifact, against, quiet=quiet), as_json, quiet)
+    _run(partial(verify, artifact, against, workers=workers, quiet=quiet), as_json, quiet)
 
 
 @app.command("unpack")
@@ -189,7 +191,7 @@ def _run(action: Callable[[], object], as_json: bool, quiet: bool = False) -> No
         filename, reason = getattr(error, "filename", None), getattr(error, "strerror", None) or str(error)
         _fail(f"{filename}: {reason}" if filename else reason, 1)
     except KeyboardInterrupt:
-        _fail("interrupted; nothing is finished, the same command starts it again", INTERRUPTED)
+        _fail("interrupted; the same command goes on after the last finished shard", INTERRUPTED)
 
 
 def _fail(line: str, code: int) -> None:

@@ -1,30 +1,29 @@
-"""``convert()``: open, plan, and write every piece of the plan in order, one module in memory at a time."""
+"""``convert()``: open, plan, cut into shards, have them written, publish."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
+import xxhash
 
 from ..formats import artifact, sources
-from ..formats.canonical import recode, widened
-from ..formats.container import CONFIG, Checkpoint, Entry, companion, open_checkpoint, rebuilder
+from ..formats.container import CONFIG, companion, open_checkpoint, rebuilder
 from ..formats.errors import UnsupportedError, UsageError
 from ..formats.options import Options
 from ..kernels import layouts
-from . import origin
+from . import manifest, origin
 from . import plan as planning
 from . import shards as out
-from .plan import Module, Plan
+from .executors import carry_out, executor
+from .jobs import Job, needed
+from .plan import Plan
 from .progress import Progress
 from .staging import check_paths, check_space, default_destination, is_file, staged
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ def convert(
     dry_run: bool = False,
     widen: bool = False,
     max_shard_size: str | int = "5GB",
-    workers: int = 1,
+    workers: int = 0,
+    scheduler: str | None = None,
     quiet: bool = True,
     **options: Any,
 ) -> Result:
@@ -67,19 +67,24 @@ def convert(
         dry_run: plan only; write nothing and read no codes.
         widen: store 2- and 3-bit codes in 4-bit fields, losslessly.
         max_shard_size: bytes, or a text such as "5GB"; a directory only.
-        workers: shards written at a time, each holding one module in memory.
+        workers: threads that pack; 0 is one for every core.
+        scheduler: the address of a dask.distributed scheduler whose workers write the shards, such as
+            "tcp://host:8786"; they see ``src`` and ``dst`` under the same paths.
         quiet: no progress bar; there is none either where stderr is no terminal.
         **options: the fields of ``Options``.
 
     Raises:
         WarptileError: a subclass says why, ``exit_code`` what the command line makes of it. Nothing is left at
-            ``dst`` then, nor beside it.
+            ``dst`` then, nor beside it; but where a disk or the network failed, finished shards wait beside it for
+            the same call.
     """
     src, limit = Path(src), out.parse_size(max_shard_size)
     planning.known(source, sources(), "source format")
     planning.known(to, layouts(), "layout")
-    if workers < 1:
-        raise UsageError("no worker, no work", found=f"workers {workers}", need="1 or more")
+    if workers < 0:
+        raise UsageError("no worker, no work", found=f"workers {workers}", need="0 (one a core) or more")
+    if scheduler is not None:
+        src = Path(os.path.abspath(src))
     dst = Path(dst) if dst is not None else default_destination(src, to)
     if rebuilder(dst) is not None:
         raise UsageError("an artifact is a .safetensors file or a directory", file=dst, do="name one of these")
@@ -95,24 +100,35 @@ def convert(
     result = Result(plan, dst, tuple(files), written=not dry_run)
     if dry_run:
         return result
-    beside = sum(map(len, checkpoint.companions.values()))
-    check_space(dst, plan.nbytes + beside + sum(file.stat().st_size for file in checkpoint.side_files))
-    with staged(dst) as product, closing(Progress(plan.nbytes, "converting", quiet)) as progress:
-        owner = {t.name: m for m in plan.converted for t in m.tensors}
-        shards = [
-            _shard(plan, owner, file, plan.pieces[run.start : run.stop], first=run.start == 0, advance=progress.advance)
-            for file, run in zip(files, cut, strict=True)
+    said = [_metadata(plan, plan.pieces[run.start : run.stop], first=run.start == 0) for run in cut]
+    key = _key(plan, files, cut, said)
+    with staged(dst, key) as product, executor(scheduler) as where:
+        done = manifest.finished(product.parent, [_place(product, dst, file) for file in files])
+        beside = sum(map(len, checkpoint.companions.values())) + sum(f.stat().st_size for f in checkpoint.side_files)
+        check_space(dst, plan.nbytes + beside - sum(shard.nbytes for shard in done.values()))
+        jobs = [
+            _job(plan, product, dst, file, plan.pieces[run.start : run.stop], metadata, key, workers)
+            for file, run, metadata in zip(files, cut, said, strict=True)
         ]
-        out.write(shards, lambda file: product if is_file(dst) else product / file, workers)
+        left = [job for job in jobs if job.file not in done]
+        there = sum(job.nbytes for job in jobs if job.file in done)
+        with closing(Progress(plan.nbytes, "converting", quiet, there)) as progress:
+            for shard in (*done.values(), *carry_out(left, where, progress.advance)):
+                for note in shard.notes:
+                    checkpoint.note(*note)
         if not is_file(dst):
-            if len(shards) > 1:
-                out.write_index(shards, product, plan.nbytes)
+            if len(jobs) > 1:
+                out.write_index({t.name: job.file for job in jobs for t in job.tensors}, product, plan.nbytes)
             if checkpoint.config:
                 out.write_json(product / CONFIG, artifact.config(checkpoint.config, to))
             out.copy_side_files(checkpoint.side_files, product)
         for suffix, content in checkpoint.companions.items():
             out.write_bytes(companion(product, suffix), content)
     return result
+
+
+def _place(product: Path, dst: Path, file: str) -> Path:
+    return product if is_file(dst) else product / file
 
 
 def _check_converted(plan: Plan, strict: bool) -> None:
@@ -128,35 +144,35 @@ def _check_converted(plan: Plan, strict: bool) -> None:
         raise UnsupportedError("no quantised module in it", file=plan.checkpoint.path, do="nothing to convert")
 
 
-def _shard(
+def _metadata(plan: Plan, pieces: Iterable[Sequence[out.Stored]], *, first: bool) -> dict[str, str]:
+    """``__metadata__`` of a shard; the first one's also tells of the source."""
+    names = {t.name for piece in pieces for t in piece}
+    specs = {m.name: m.spec for m in plan.converted if m.tensors[0].name in names and m.spec is not None}
+    return artifact.metadata(plan.checkpoint, specs, first=first) | (origin.metadata(plan) if first else {})
+
+
+def _key(plan: Plan, files: Sequence[str], cut: Sequence[range], metadata: Sequence[Mapping[str, str]]) -> str:
+    """What makes two runs the same: what is written, of which files in which state. 128 bits in hexadecimal."""
+    checkpoint = plan.checkpoint
+    sources = {t.file for t in checkpoint.tensors.values()} | {*checkpoint.file_metadata}
+    state = [(str(file.absolute()), s.st_size, s.st_mtime_ns) for file in sorted(sources) for s in (file.stat(),)]
+    header = [(t.name, t.dtype, t.shape, t.offset) for t in checkpoint.tensors.values()]
+    written = [(t.name, t.dtype, t.shape) for piece in plan.pieces for t in piece]
+    run = (artifact.VERSION, plan.layout, asdict(checkpoint.options), state, header, written, files, cut, metadata)
+    return xxhash.xxh3_128_hexdigest(repr(run).encode())
+
+
+def _job(
     plan: Plan,
-    owner: Mapping[str, Module],
+    product: Path,
+    dst: Path,
     file: str,
     pieces: Iterable[Sequence[out.Stored]],
-    *,
-    first: bool,
-    advance: Callable[[int], None],
-) -> out.Shard:
-    entries: list[Entry] = []
-    batches: dict[str, out.Batch] = {}
-    for tensor in (t for piece in pieces for t in piece):
-        module = owner.get(tensor.name)
-        if module is None:
-            data = out.copied(plan.checkpoint.tensors[tensor.name])
-        else:
-            batch = batches.setdefault(module.name, out.Batch(partial(_pack, plan.checkpoint, module, plan.layout)))
-            data = batch.tensor(tensor)
-        entries.append(Entry(tensor.name, tensor.dtype, tensor.shape, out.counted(data, advance)))
-    specs = {m.name: m.spec for m in plan.converted if m.name in batches and m.spec is not None}
-    metadata = artifact.metadata(plan.checkpoint, specs, first=first) | (origin.metadata(plan) if first else {})
-    return out.Shard(file, tuple(entries), metadata)
-
-
-def _pack(checkpoint: Checkpoint, module: Module, layout: str) -> dict[str, Array]:
-    """Read one module and pack it: the arrays its plan promised, by full name."""
-    q = sources()[module.source].read(checkpoint, module.name).check()
-    assert q.outline() == module.outline, f"{module.source}: describe and read disagree on {module.name}"
-    if module.spec is not None and artifact.NARROW in module.spec["source"]:
-        q = recode(q, widened(q.element))
-    tensors, _ = layouts()[layout].pack(q)
-    return {f"{module.name}.{suffix}": array for suffix, array in artifact.as_stored(tensors, q.residue).items()}
+    metadata: Mapping[str, str],
+    key: str,
+    workers: int,
+) -> Job:
+    owner = {m.tensors[0].name: m for m in plan.converted}
+    owned = tuple((owner.get(piece[0].name), tuple(piece)) for piece in pieces)
+    path = _place(product, dst, file).absolute()
+    return Job(file, path, key, needed(plan.checkpoint, owned), plan.layout, owned, metadata, workers)

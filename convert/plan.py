@@ -12,12 +12,13 @@ from ..formats import artifact, sources
 from ..formats.canonical import Outline, widened
 from ..formats.container import Checkpoint
 from ..formats.errors import CorruptError, UnsupportedError, UsageError
+from ..formats.stream import ACROSS, STEP
 from ..kernels import layouts
 from .shards import Stored
 
-# Copies of one module's codes alive at the worst moment of a pack, one byte a weight: read, padded, tiled, gathered,
-# and the words they become.
+# Bytes for each code that is being worked on, at the worst moment of a pack: read, turned, padded, and the words.
 CODE_COPIES = 6
+SLABS = 6
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Module:
     refusal: str | None
     tensors: tuple[Stored, ...]
     """What is written for it: the packed tensors, or its members as they are."""
+    by_slab: bool = False
+    """Reader and layout both work on a few slabs of codes at a time."""
 
     @property
     def nbytes(self) -> int:
@@ -43,8 +46,13 @@ class Module:
 
     @property
     def peak(self) -> int:
-        """An estimate of the bytes held while it is packed."""
-        return CODE_COPIES * (self.outline.experts or 1) * self.outline.n * self.outline.k + self.nbytes
+        """An estimate of the bytes held while it is packed: its codes, or some slabs of them; and the rest of it, for
+        the next module is opened before it is done."""
+        codes = (self.outline.experts or 1) * self.outline.n * self.outline.k
+        if not self.by_slab:
+            return CODE_COPIES * codes + self.nbytes
+        rest = self.nbytes - max(t.nbytes for t in self.tensors)
+        return CODE_COPIES * min(codes, SLABS * ACROSS * STEP) + 4 * rest
 
 
 @dataclass(frozen=True)
@@ -208,7 +216,8 @@ def _module(
         Stored(f"{name}.{suffix}", dtype, shape, artifact.nbytes(dtype, shape))
         for suffix, (dtype, shape) in artifact.stored(spec, kernel, outline.residue).items()
     )
-    return Module(name, reader, members, outline, spec, None, tensors)
+    by_slab = hasattr(sources()[reader], "stream") and hasattr(kernel, "stream")
+    return Module(name, reader, members, outline, spec, None, tensors, by_slab)
 
 
 def _elsewhere(q: Outline, reader: str) -> str:

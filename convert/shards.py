@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formats.container import INDEX, WEIGHTS, Entry, Tensor, dtype_name, write_safetensors
+from ..formats.container import INDEX, WEIGHTS, Entry, Tensor, dtype_name
 from ..formats.errors import UsageError
-from .staging import sync
+from .manifest import sync
 
 Array = NDArray[Any]
 Source = Callable[[], Iterable[Array]]
@@ -108,30 +107,10 @@ def names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}{WEIGHTS}" for i in range(1, count + 1)]
 
 
-def write(shards: Sequence[Shard], where: Callable[[str], Path], workers: int) -> None:
-    """Write every shard to ``where(its file name)``; ``workers`` of them at a time."""
-
-    def job(shard: Shard) -> None:
-        write_safetensors(where(shard.file), shard.entries, shard.metadata)
-
-    if workers == 1 or len(shards) == 1:
-        for shard in shards:
-            job(shard)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        jobs = [pool.submit(job, shard) for shard in shards]
-        try:
-            for done in jobs:
-                done.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def write_index(shards: Sequence[Shard], directory: Path, total: int) -> None:
-    """``model.safetensors.index.json`` of a directory of several shards; ``total`` in bytes of tensors."""
-    weight_map = dict(sorted((entry.name, shard.file) for shard in shards for entry in shard.entries))
-    write_json(directory / f"model{INDEX}", {"metadata": {"total_size": total}, "weight_map": weight_map})
+def write_index(files: Mapping[str, str], directory: Path, total: int) -> None:
+    """``model.safetensors.index.json``: {tensor: shard} of a directory of several; ``total`` in bytes of tensors."""
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    write_json(directory / f"model{INDEX}", content)
 
 
 def write_json(path: Path, content: object) -> None:

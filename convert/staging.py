@@ -3,6 +3,7 @@
     DST.partial/.lock          held by flock while a run is alive
     DST.partial/<DST's name>   the product, file or directory
     DST.partial/<name>.<..>    companions of a product that is a file; they are published before it
+    DST.partial/.manifest      which of its shards are finished: ``manifest.py``
     DST.partial/.replaced      what stood at DST, between the two renames of an overwrite
 
 A name without ``.partial`` is therefore always a finished product, whatever killed the run that made it.
@@ -15,11 +16,13 @@ import glob
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..formats.container import WEIGHTS, rebuilder
 from ..formats.errors import UsageError, WarptileError
+from . import manifest
+from .manifest import sync
 
 
 def is_file(dst: Path) -> bool:
@@ -79,10 +82,12 @@ def check_space(dst: Path, need: int) -> None:
 
 
 @contextmanager
-def staged(dst: Path) -> Iterator[Path]:
+def staged(dst: Path, key: str | None = None) -> Iterator[Path]:
     """Yield the path to build the product at (a directory exists already); publish it at ``dst`` when the block ends.
 
-    An error removes all that was built; an interrupt (``KeyboardInterrupt``) leaves it for the next run to replace.
+    With a ``key``, shards that a dead run with the same key has finished are still there, and only they. An interrupt
+    (``KeyboardInterrupt``) leaves what was built for the next run. An error removes it, but for finished shards when
+    the system and not the data is at fault.
 
     Raises:
         WarptileError: another live run is writing to the same destination.
@@ -90,13 +95,23 @@ def staged(dst: Path) -> Iterator[Path]:
     partial = dst.with_name(dst.name + ".partial")
     lock = _locked(partial, dst)
     try:
-        _clear(partial, dst)
+        _clear(partial, dst, key)
         product = partial / dst.name
         if not is_file(dst):
-            product.mkdir()
+            product.mkdir(exist_ok=True)
         yield product
         _publish(product, partial, dst)
-    except Exception:
+    except Exception as error:
+        done = sum(1 for _ in (partial / manifest.DIRECTORY).glob("*.json"))
+        if type(error) is WarptileError and done:
+            raise WarptileError(
+                error.what,
+                file=error.file,
+                tensor=error.tensor,
+                found=error.found,
+                need=error.need,
+                do=f"{error.do + '; ' if error.do else ''}the same command then goes on after {done} finished shards",
+            ) from error
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
@@ -127,14 +142,22 @@ def _locked(partial: Path, dst: Path) -> int:
         os.close(lock)
 
 
-def _clear(partial: Path, dst: Path) -> None:
-    """Remove what a dead run left; put back what it was about to replace."""
-    replaced = partial / ".replaced"
+def _clear(partial: Path, dst: Path, key: str | None) -> None:
+    """Remove what a dead run left but for finished shards of the same run; put back what it was about to replace."""
+    replaced, product = partial / ".replaced", partial / dst.name
     if os.path.lexists(replaced) and not os.path.lexists(dst):
         replaced.rename(dst)
-    for left in partial.iterdir():
-        if left.name != ".lock":
-            _remove(left)
+    shards = [product] if is_file(dst) else sorted(product.glob(f"*{WEIGHTS}"))
+    kept = manifest.kept(partial, key, shards) | {partial / ".lock"}
+    for holder, directories, files in os.walk(partial, topdown=False):
+        for path in (Path(holder) / name for name in (*files, *directories)):
+            if path.is_dir() and not path.is_symlink():
+                with suppress(OSError):  # something in it is kept
+                    path.rmdir()
+            elif path not in kept:
+                path.unlink()
+    if key is not None:
+        manifest.begin(partial, key)
 
 
 def _publish(product: Path, partial: Path, dst: Path) -> None:
@@ -153,19 +176,3 @@ def _publish(product: Path, partial: Path, dst: Path) -> None:
         raise
     sync(dst.parent)
     shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

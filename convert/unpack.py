@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..formats.artifact import Artifact, open_artifact
-from ..formats.container import CONFIG, Entry, nbytes, rebuilder
+from ..formats.container import CONFIG, Entry, nbytes, rebuilder, write_safetensors
 from ..kernels import layouts
 from . import origin
 from . import shards as out
@@ -65,10 +65,11 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
         if rebuild is not None:
             rebuild(product, artifact.checkpoint, shards[0].entries)
             return Unpacked(dst, tuple(files), len(artifact.modules), len(artifact.passthrough), total)
-        out.write(shards, lambda file: product if is_file(dst) else product / file, workers=1)
+        for shard in shards:
+            write_safetensors(product if is_file(dst) else product / shard.file, shard.entries, shard.metadata)
         if not is_file(dst):
             if len(shards) > 1:
-                out.write_index(shards, product, total)
+                out.write_index({e.name: shard.file for shard in shards for e in shard.entries}, product, total)
             config = origin.restored_config(artifact.checkpoint)
             if config is not None:
                 out.write_bytes(product / CONFIG, config)

@@ -31,27 +31,41 @@ def pack_tiles(codes: Array, members: Array, shifts: Array, terms: Array, out: A
     """uint8 [K, N] -> uint32 [K / k, N / n * words a tile], tables as in ``bits.Tables``."""
     sets, size = members.shape
     n = shifts.shape[1]
-    words, several = terms.shape
+    several, words = terms.shape
     parts = np.empty(sets * n, np.uint32)
     for i in range(out.shape[0]):
         for j in range(codes.shape[1] // n):
             for s in range(sets):
                 part = parts[s * n : (s + 1) * n]
-                for r in range(size):
+                part[:] = 0
+                for r in range(0, size - size % 4, 4):
+                    m0, m1, m2, m3 = members[s, r], members[s, r + 1], members[s, r + 2], members[s, r + 3]
+                    a, b, c, d = shifts[m0], shifts[m1], shifts[m2], shifts[m3]
+                    top, left = i * sets * size, j * n
+                    w = codes[top + m0, left : left + n]
+                    x = codes[top + m1, left : left + n]
+                    y = codes[top + m2, left : left + n]
+                    z = codes[top + m3, left : left + n]
+                    for v in range(n):
+                        part[v] |= (
+                            np.uint32(w[v]) << a[v]
+                            | np.uint32(x[v]) << b[v]
+                            | np.uint32(y[v]) << c[v]
+                            | np.uint32(z[v]) << d[v]
+                        )
+                for r in range(size - size % 4, size):
                     row = codes[i * sets * size + members[s, r], j * n : (j + 1) * n]
                     shift = shifts[members[s, r]]
-                    if r == 0:
-                        for x in range(n):
-                            part[x] = np.uint32(row[x]) << shift[x]
-                    else:
-                        for x in range(n):
-                            part[x] |= np.uint32(row[x]) << shift[x]
+                    for v in range(n):
+                        part[v] |= np.uint32(row[v]) << shift[v]
             tile = out[i, j * words : (j + 1) * words]
-            for w in range(words):
-                value = parts[terms[w, 0]]
-                for t in range(1, several):
-                    value |= parts[terms[w, t]]
-                tile[w] = value
+            first = terms[0]
+            for v in range(words):
+                tile[v] = parts[first[v]]
+            for t in range(1, several):
+                more = terms[t]
+                for v in range(words):
+                    tile[v] |= parts[more[v]]
 
 
 @compiled

@@ -18,7 +18,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from . import strict_json
-from .canonical import ELEMENTS, QuantTensor, recode
+from .canonical import ELEMENTS, QuantTensor
 from .container import ARTIFACT, Checkpoint, nbytes, open_checkpoint
 from .errors import CorruptError, UnsupportedError
 from .spec import (
@@ -34,6 +34,7 @@ from .spec import (
     module_spec,
     stored,
 )
+from .stream import Stream, recoded, streamed, whole
 from .strict_json import shown
 
 __all__ = [
@@ -70,30 +71,51 @@ class Artifact:
 
     def tensors(self, name: str) -> dict[str, Array]:
         """{suffix: mapped array} of what the layout packed for a module. KeyError for an unknown name."""
-        suffixes = self.layouts[self.modules[name]["layout"]].expected(self.modules[name])
+        spec = self.modules[name]
+        suffixes = self.layouts[spec["layout"]].expected(spec)
         return {suffix: self.checkpoint.tensors[f"{name}.{suffix}"].array() for suffix in suffixes}
+
+    def names(self, name: str) -> list[str]:
+        """The full names of those tensors."""
+        return [
+            f"{name}.{suffix}" for suffix in self.layouts[self.modules[name]["layout"]].expected(self.modules[name])
+        ]
 
     def quant(self, name: str) -> QuantTensor:
         """The module in canonical form, as its source's reader gave it. KeyError for an unknown name.
 
         Raises CorruptError: a widened code that its narrow element does not have.
         """
+        return whole(self.stream(name))
+
+    def stream(self, name: str) -> Stream:
+        """``quant``, its codes by the slab; slabs raise CorruptError."""
         spec = self.modules[name]
-        q: QuantTensor = self.layouts[spec["layout"]].unpack(self.tensors(name), spec)
+        layout, tensors = self.layouts[spec["layout"]], self.tensors(name)
+        found = layout.view(tensors, spec) if hasattr(layout, "view") else streamed(layout.unpack(tensors, spec))
         source = dict(spec["source"])
         narrow = source.pop(NARROW, None)
         if narrow is not None:
-            q = recode(q, ELEMENTS[narrow])
-            if int(q.codes.max(initial=0)) >= 2**q.element.bits:
+            found = self._narrowed(name, recoded(found, ELEMENTS[narrow]))
+        kept = {s: self.checkpoint.tensors[f"{name}.{RESIDUE}{s}"].array() for s in spec.get("residue", ())}
+        return replace(found, tensor=replace(found.tensor, source=source, residue=kept))
+
+    def _narrowed(self, name: str, stream: Stream) -> Stream:
+        element = stream.tensor.element
+
+        def slab(expert: int, rows: slice, columns: slice) -> Array:
+            codes = stream.slab(expert, rows, columns)
+            if int(codes.max(initial=0)) >= 2**element.bits:
                 raise CorruptError(
                     "a code is out of range",
                     file=self.checkpoint.path,
                     tensor=name,
-                    found=int(q.codes.max()),
-                    need=f"< {2**q.element.bits}, as {narrow}",
+                    found=int(codes.max()),
+                    need=f"< {2**element.bits}, as {element.name}",
                 )
-        kept = {s: self.checkpoint.tensors[f"{name}.{RESIDUE}{s}"].array() for s in spec.get("residue", ())}
-        return replace(q, source=source, residue=kept)
+            return codes
+
+        return replace(stream, slab=slab)
 
 
 def is_artifact(checkpoint: Checkpoint) -> bool:

@@ -151,16 +151,18 @@ def join_nibbles(codes: Array) -> Array:
 
 @dataclass(frozen=True)
 class Tables:
-    """An index map as the compiled loops want it: rows of a tile whose codes meet in the same words go together."""
+    """An index map as the compiled loops want it: rows of a tile whose codes meet in the same words go together.
+
+    All uint32: a signed index costs a comparison."""
 
     members: Array
     """[sets, rows of a set]: the rows k of each set."""
     shifts: Array
-    """uint32 [k, n]: the bit of its word at which a code begins."""
+    """[k, n]: the bit of its word at which a code begins."""
     places: Array
     """[sets, n]: the word that the codes of a column of a set are in."""
     terms: Array
-    """[words, columns of a word]: the entries of ``places``, flat, that are this word."""
+    """[columns of a word, words]: the entries of ``places``, flat, that are this word."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,10 @@ class Tile:
         word, field = self._fields()
         places, which = np.unique(word, axis=0, return_inverse=True)
         members = np.argsort(which.reshape(-1), kind="stable").reshape(len(places), -1)
-        terms = np.argsort(places.reshape(-1), kind="stable").reshape(self.k * self.n * self.bits // 32, -1)
-        return Tables(members, (field * self.bits).astype(np.uint32), places, terms)
+        terms = np.argsort(places.reshape(-1), kind="stable").reshape(self.k * self.n * self.bits // 32, -1).T
+        return Tables(
+            *(np.ascontiguousarray(table, np.uint32) for table in (members, field * self.bits, places, terms))
+        )
 
     def pack(self, codes: Array) -> Array:
         """uint8 [.., K, N] -> int32 [.., K / k, N / n * words a tile]; K and N are multiples of the tile's."""

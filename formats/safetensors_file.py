@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
@@ -36,6 +37,8 @@ MAX_DIMS = 64  # numpy's
 MAX_ROW = 4096  # bytes of one tensor's description without its name: 64 dimensions of 19 digits, and padding
 MAX_ESCAPE = 12  # bytes of one escaped character, a surrogate pair
 MAX_EXPLAINED = 16 << 20
+BEHIND = 32 << 20
+"""Bytes after which the system is asked to begin with writing them to the disk."""
 LONG_LIST = re.compile(rb"\[[\d,\s]{65536}")  # the package's parser takes 40 bytes of memory for each number
 METADATA = "__metadata__"
 KEYS = {"dtype", "shape", "data_offsets"}
@@ -210,8 +213,8 @@ class Entry:
     """Yields its bytes in pieces: numpy arrays (any strides; written in C order), or any buffers."""
 
 
-def write_safetensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
-    """Write a file of ``entries`` in their order; the same arguments always give the same bytes.
+def write_safetensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> str:
+    """Write a file of ``entries`` in their order; the same arguments always give the same bytes. Returns its xxh3.
 
     The header, padded with spaces to a multiple of 8, goes first, then one tensor at a time; at the end the file is
     flushed to the disk and opened with the safetensors package. Permissions are those of the umask.
@@ -223,28 +226,32 @@ def write_safetensors(path: Path, entries: Sequence[Entry], metadata: Mapping[st
     path = Path(path)
     header = _layout(path, entries, metadata)
     start = len(header).to_bytes(8, "little") + header
-    write_stream(path, start, entries, lambda: _check_written(path, entries))
+    return write_stream(path, start, entries, lambda: _check_written(path, entries))
 
 
 def write_stream(
     path: Path, start: bytes, entries: Sequence[Entry], check: Callable[[], object], align: int = 1
-) -> None:
+) -> str:
     """Write ``start``, then one tensor at a time, each padded with zeros to ``align``; flush, then ``check`` the file.
+
+    Returns the xxh3 of its bytes, 64 bits in hexadecimal.
 
     Raises:
         WarptileError: the disk is full, or the file cannot be written; what there was of it has been removed.
     """
     try:
-        with _writing(path):
+        with writing(path):
             file = open(path, "wb", buffering=0)  # noqa: SIM115
         with file:
-            _write(path, file, start)
+            output = _Output(path, file)
+            output.write(start)
             for entry in entries:
-                _copy(path, file, entry)
-                _write(path, file, bytes(-nbytes(entry.dtype, entry.shape) % align))
-            with _writing(path):
+                _copy(output, entry)
+                output.write(bytes(-nbytes(entry.dtype, entry.shape) % align))
+            with writing(path):
                 os.fsync(file.fileno())
         check()
+        return output.digest.hexdigest()
     except BaseException:
         if path.is_file() or path.is_symlink():
             path.unlink()
@@ -273,26 +280,44 @@ def _layout(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
     return text
 
 
-def _copy(path: Path, file: FileIO, entry: Entry) -> None:
+class _Output:
+    """A file that is written once, from the first byte to the last."""
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self._path, self._file, self._end, self._sent = path, file, 0, 0
+        self.digest = xxhash.xxh3_64()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.digest.update(data)
+        with writing(self._path):
+            _write_all(self._file.fileno(), memoryview(data))
+        self._end += len(data)
+        if self._end - self._sent >= BEHIND:
+            # Advice that begins to write dirty pages back and does not wait: fsync at the end finds little to do.
+            with suppress(OSError):
+                os.posix_fadvise(self._file.fileno(), self._sent, self._end - self._sent, os.POSIX_FADV_DONTNEED)
+            self._sent = self._end
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    """One call takes no more than 2 GiB, and less where the disk is nearly full."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _copy(output: _Output, entry: Entry) -> None:
     written = 0
     for buffer in entry.data():
         array = np.asarray(buffer if isinstance(buffer, np.ndarray | np.generic) else memoryview(buffer))
         raw: NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        _write(path, file, raw.data)
+        output.write(raw.data)
         written += raw.size
     assert written == nbytes(entry.dtype, entry.shape), (entry.name, entry.dtype, entry.shape, written)
 
 
-def _write(path: Path, file: FileIO, data: bytes | memoryview) -> None:
-    """All of it: one call takes no more than 2 GiB, and less where the disk is nearly full."""
-    left = memoryview(data)
-    while left:
-        with _writing(path):
-            left = left[file.write(left) :]
-
-
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """What the system refuses while ``path`` is written becomes one line: WarptileError."""
     try:
         yield
     except OSError as e:

@@ -18,8 +18,10 @@ from .canonical import Element, QuantTensor
 
 Array = NDArray[Any]
 
-STEP = 1 << 22
-"""Codes that are worked on at once: they and what is made of them fit the caches of two cores."""
+STEP = 1 << 20
+"""Codes that are worked on at once: they and what is made of them fit the cache of a core."""
+ACROSS = 4
+"""Times as many where a slab takes a piece of every row: shorter pieces waste the lines they are read in."""
 
 Slab = Callable[[int, slice, slice], Array]
 
@@ -86,13 +88,13 @@ def recoded(stream: Stream, element: Element) -> Stream:
     )
 
 
-def steps(extent: int, unit: int, across: int) -> list[slice]:
-    """Cut an extent into runs of whole units that have about ``STEP`` codes each, ``across`` a unit's other extent."""
-    length = max(1, STEP // max(1, across * unit)) * unit
+def steps(extent: int, unit: int, other: int, *, across: bool = False) -> list[slice]:
+    """Cut an extent into runs of whole units that have about ``STEP`` codes each; ``other`` is the other extent."""
+    length = max(1, STEP * (ACROSS if across else 1) // max(1, other * unit)) * unit
     return [slice(first, min(first + length, extent)) for first in range(0, extent, length)]
 
 
-def rectangles(stream: Stream, unit: int = 256) -> list[tuple[int, slice, slice]]:
+def rectangles(stream: Stream, unit: int = 16) -> list[tuple[int, slice, slice]]:
     """(expert, rows, columns) of slabs that cover a tensor, in the direction that is cheap for it."""
     n, k = stream.tensor.n, stream.tensor.k
     if stream.along:

@@ -99,6 +99,10 @@ class Tensor:
             return self.raw().reshape(*self.shape[:-1], self.shape[-1] * bits // 8)
         return self.raw()
 
+    def cut(self, first: int, end: int) -> Array:
+        """A copy of some of its bytes: uint8 [end - first]."""
+        return self.raw()[first:end].copy()
+
     def rows(self, which: slice | Array) -> Array:
         """A copy of some rows of the first axis, aligned whatever the file is: a few at a time need little memory."""
         dtype, _ = DTYPES[self.dtype]
@@ -114,6 +118,8 @@ class Tensor:
 
     def release(self) -> None:
         """Unmap its pages: they stay in the system's cache, but no longer count as this process's."""
+        if not self.nbytes:
+            return
         mapped = _mapped(self.file)
         first = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (self.offset + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first

@@ -10,5 +10,8 @@ from ..formats import listing
 
 @cache
 def layouts() -> dict[str, ModuleType]:
-    """Every target layout: ``{"marlin": module, ...}``."""
+    """Every target layout: ``{"marlin": module, ...}``.
+
+    One with ``stream`` and ``view`` (see ``formats/stream.py``) packs and unpacks a few megabytes at a time.
+    """
     return listing(__name__, list(__path__), ("accepts", "pack", "unpack", "plan"))

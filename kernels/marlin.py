@@ -181,8 +181,8 @@ def stream(source: Stream) -> tuple[dict[str, Array | Pieces], Spec]:
     element = ELEMENTS[s["element"]]
 
     shape = expected(s)["qweight"][1]
-    cuts = [(expert, run) for expert in range(q.experts or 1) for run in steps(kp, TILE_K, np_)]
-    makers = [partial(_tiles, source, s, expert, run) for expert, run in cuts]
+    runs = steps(kp, TILE_K, np_, across=not source.along)
+    makers = [partial(_tiles, source, s, expert, run) for expert in range(q.experts or 1) for run in runs]
     tensors: dict[str, Array | Pieces] = {"qweight": Pieces(np.dtype(np.int32), shape, makers)}
     fine = one_a_part(q.scales[0]).swapaxes(-2, -1)
     if s["scale_block"][0] == 1 and not q.scales[0].shards:

@@ -168,7 +168,11 @@ def stream(source: Stream) -> tuple[dict[str, Array | Pieces], Spec]:
     assert accepts(outline) is None, accepts(outline)
     s = spec(outline)
     kind = KINDS[s["kind"]]
-    cuts = [(e, run) for e in range(q.experts or 1) for run in steps(s["n_padded"], BLOCK, s["k_padded"])]
+    cuts = [
+        (e, run)
+        for e in range(q.experts or 1)
+        for run in steps(s["n_padded"], BLOCK, s["k_padded"], across=bool(source.along))
+    ]
     makers = [partial(_strips, source, s, expert, run) for expert, run in cuts]
     tensors: dict[str, Array | Pieces] = {"strips": Pieces(np.dtype(np.uint8), _strips_shape(s), makers)}
     if not kind.scales:

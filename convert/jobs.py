@@ -1,0 +1,201 @@
+"""One shard, from the source's bytes to a finished file: an independent job that can be sent anywhere.
+
+    pool threads   open the next module; make pieces, a window ahead
+    this thread    writes pieces in the order of the file, hashes them
+
+In memory at one time: ``window`` pieces, each of about ``stream.STEP`` codes, and the scales of two modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..formats import artifact, sources
+from ..formats.canonical import widened
+from ..formats.container import Checkpoint, Entry, Tensor, dtype_name, write_safetensors
+from ..formats.stream import Pieces, Stream, recoded, streamed, whole
+from ..kernels import layouts
+from . import manifest
+from .manifest import Finished
+from .plan import Module
+from .shards import Stored
+
+Array = NDArray[Any]
+Make = Callable[[], Array]
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+KEPT = 64 << 20
+COPIED = 8 << 20
+"""Bytes of a tensor that passes through, copied at a time."""
+
+
+def window(workers: int) -> int:
+    """Pieces that are being made or wait to be written."""
+    return workers + 2
+
+
+def threads(workers: int) -> int:
+    """``--workers``: 0 is one for every core this process may use."""
+    return workers or len(os.sched_getaffinity(0))
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Buffers of a slab come and go by the thousand: glibc is told not to give each back and fault it in again."""
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            mallopt(parameter, KEPT)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A shard to be written. ``checkpoint`` holds the tensors it reads and no others."""
+
+    file: str
+    path: Path
+    """Where it goes; beside the manifest's directory."""
+    key: str
+    """Of the run it belongs to, as its manifest has it."""
+    checkpoint: Checkpoint
+    layout: str
+    pieces: tuple[tuple[Module | None, tuple[Stored, ...]], ...]
+    """(a module and its tensors, or None and a tensor that passes through), in file order."""
+    metadata: Mapping[str, str]
+    workers: int
+
+    @property
+    def tensors(self) -> tuple[Stored, ...]:
+        return tuple(stored for _, piece in self.pieces for stored in piece)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self.tensors)
+
+
+def run(job: Job, advance: Callable[[int], None] = lambda _: None) -> Finished:
+    """Write the shard, publish it under its name, record it. ``advance`` is told the bytes written.
+
+    Raises:
+        WarptileError: as readers and the writer do, or the run has been replaced by another.
+    """
+    _keep_freed_memory()
+    with ThreadPoolExecutor(threads(job.workers)) as pool:
+        flow = ahead(_makers(job, pool), pool, window(threads(job.workers)))
+
+        def data() -> Iterator[Array]:
+            for last, buffer in flow:
+                yield buffer
+                advance(buffer.nbytes)
+                if last:
+                    return
+
+        entries = [Entry(t.name, t.dtype, t.shape, data) for t in job.tensors]
+        temporary = manifest.temporary(job.path)
+        try:
+            digest = write_safetensors(temporary, entries, job.metadata)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    finished = Finished(job.file, temporary.stat().st_size, digest, tuple(job.checkpoint.notes))
+    manifest.publish(temporary, job.path, job.key, finished)
+    return finished
+
+
+def ahead(makers: Iterator[tuple[bool, Make]], pool: Executor, most: int) -> Iterator[tuple[bool, Array]]:
+    """What the makers make, in their order; no more than ``most`` of them at once."""
+    waiting: deque[tuple[bool, Future[Array]]] = deque()
+    try:
+        for last, make in makers:
+            waiting.append((last, pool.submit(make)))
+            if len(waiting) == most:
+                last, future = waiting.popleft()
+                yield last, future.result()
+        while waiting:
+            last, future = waiting.popleft()
+            yield last, future.result()
+    finally:
+        for _, future in waiting:
+            future.cancel()
+
+
+def _makers(job: Job, pool: Executor) -> Iterator[tuple[bool, Make]]:
+    """(whether it is the last of its tensor, what makes it) for every buffer of the shard's tensors, in file order."""
+    modules = [module for module, _ in job.pieces if module is not None]
+    following = {module.name: after for module, after in pairwise(modules)}
+    opened: dict[str, Future[dict[str, Array | Pieces]]] = {}
+
+    def ready(module: Module) -> Future[dict[str, Array | Pieces]]:
+        if module.name not in opened:
+            opened[module.name] = pool.submit(_open, job, module)
+        return opened[module.name]
+
+    for module, piece in job.pieces:
+        if module is None:
+            (stored,) = piece
+            tensor = job.checkpoint.tensors[stored.name]
+            yield from _flagged(_copies(tensor))
+            tensor.release()
+            continue
+        parts = ready(module).result()
+        if module.name in following:
+            ready(following[module.name])
+        for stored in piece:
+            part = parts.pop(stored.name)
+            assert (part.shape, dtype_name(part.dtype)) == (stored.shape, stored.dtype), (stored, part.dtype)
+            yield from _flagged(part.makers if isinstance(part, Pieces) else [partial(np.ascontiguousarray, part)])
+        del opened[module.name]
+        for name in module.members:
+            job.checkpoint.tensors[name].release()
+
+
+def _flagged(makers: Sequence[Make]) -> Iterator[tuple[bool, Make]]:
+    end = len(makers) - 1
+    return ((i == end, make) for i, make in enumerate(makers))
+
+
+def _copies(tensor: Tensor) -> list[Make]:
+    cuts = range(0, max(tensor.nbytes, 1), COPIED)
+    return [partial(tensor.cut, first, min(first + COPIED, tensor.nbytes)) for first in cuts]
+
+
+def _open(job: Job, module: Module) -> dict[str, Array | Pieces]:
+    """What a module is written as, by full name."""
+    for name in module.members:
+        job.checkpoint.tensors[name].expect()
+    source = open_stream(job.checkpoint, module.source, module.name)
+    q = source.tensor.check()
+    assert q.outline() == module.outline, f"{module.source}: describe and read disagree on {module.name}"
+    if module.spec is not None and artifact.NARROW in module.spec["source"]:
+        source = recoded(source, widened(q.element))
+    layout = layouts()[job.layout]
+    tensors, _ = layout.stream(source) if hasattr(layout, "stream") else layout.pack(whole(source))
+    return {f"{module.name}.{suffix}": part for suffix, part in artifact.as_stored(tensors, q.residue).items()}
+
+
+def open_stream(checkpoint: Checkpoint, source: str, module: str) -> Stream:
+    """A module's codes by the slab, where its reader can; else read whole."""
+    reader = sources()[source]
+    stream: Stream = (
+        reader.stream(checkpoint, module) if hasattr(reader, "stream") else streamed(reader.read(checkpoint, module))
+    )
+    return stream
+
+
+def needed(checkpoint: Checkpoint, pieces: tuple[tuple[Module | None, tuple[Stored, ...]], ...]) -> Checkpoint:
+    """A checkpoint of just the tensors that a shard reads, with notes of its own."""
+    names = {name for module, piece in pieces for name in (module.members if module else (s.name for s in piece))}
+    return replace(checkpoint, tensors={n: t for n, t in checkpoint.tensors.items() if n in names}, notes=[])
