@@ -27,6 +27,8 @@ class Stage:
     (``qweight``), ``x``, ``y``, ``gathered`` (x in stored column order), ``scratch``, ``counters`` are pointers, null
     where the module has none; ``m``, ``n``, ``k``, ``n_padded``, ``k_padded``, ``group`` are int32; ``ldx``, ``ldy``
     and ``ld_gathered`` (row strides in elements; the last is k_padded) are int64. A number stands for itself, int32.
+    ``x_map`` and ``gathered_map`` are CUtensorMap by value (128 bytes, a __grid_constant__ parameter): the matrix of
+    16-bit numbers [m, k] or [m, k_padded], read in boxes of ``box``, 128-byte swizzled, zero outside the matrix.
     """
 
     kernel: str
@@ -37,6 +39,8 @@ class Stage:
     block: int
     shared: int
     args: tuple[str | int, ...]
+    box: tuple[int, int] | None = None
+    """(rows, columns) of a copy through the map among ``args``; 64 columns are the 128 bytes of a swizzled row."""
 
 
 @dataclass(frozen=True)

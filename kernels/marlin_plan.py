@@ -4,22 +4,25 @@
 | --- | --- | --- |
 | 1 to 8 | marlin_decode | tiles of 64 features, k split over its warps: time is reading W once |
 | above | marlin_tiled | 64 to 256 features x 16 to 128 tokens |
+| above, on Hopper | marlin_wgmma (marlin_hopper_plan) | 128 to 512 features x 16 to 128 tokens |
 
-Both read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes) ``gather`` goes
+All read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes) ``gather`` goes
 before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
 from typing import Any
 
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 from ..formats.errors import UnsupportedError
+from . import marlin_hopper_plan as hopper
 from .launch import Device, Plan, Stage
+from .marlin_hopper_plan import Wgmma
 
 Spec = Mapping[str, Any]
 
@@ -33,6 +36,9 @@ CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 K_LIMIT = 2**21
 """Keeps the kernels' products of a block's number and of steps along k in 32 bits."""
+
+HOPPER_SHARED = 232448
+"""Bytes of shared memory a block has on every sm_90."""
 
 STATIC = 128
 """Bytes of shared memory the kernels take besides what a stage asks for."""
@@ -208,14 +214,30 @@ def _estimate(spec: Spec, m: int, device: Device, t: Tiled) -> float:
     return START + waves * steps * STEP_COST[t.blocks, t.columns, t.wn] + (CUT if t.cut else 0)
 
 
-def choose_tile(spec: Spec, m: int, device: Device, x_dtype: str) -> tuple[Tiled, tuple[tuple[str, str], ...]]:
-    """The tile of the least estimated time, and why not each other one."""
-    candidates = [Tiled(t.blocks, t.columns, t.wn, t.wm, cut) for t in TILES for cut in (False, True)]
-    refused = [(t, refuse_tile(spec, device, x_dtype, t)) for t in candidates]
-    times = {t: _estimate(spec, m, device, t) for t, reason in refused if reason is None}
+def choose_tile(spec: Spec, m: int, device: Device, x_dtype: str) -> tuple[Tiled | Wgmma, tuple[tuple[str, str], ...]]:
+    """The tile of the least estimated time, and why not each other one. wgmma goes first wherever it runs."""
+    times: dict[Tiled | Wgmma, float] = {}
+    refused: dict[str, str] = {}
+    reason = hopper.refuse(spec, device)
+    if reason is None:
+        refused["mma.sync"] = "slower than wgmma wherever both were measured"
+        for w in hopper.TILES:
+            for wide in (w, replace(w, cut=True)):
+                if why := hopper.refuse_tile(spec, device, wide):
+                    refused[str(wide)] = why
+                else:
+                    times[wide] = hopper.estimate(spec, m, device, wide)
+    else:
+        refused["wgmma"] = reason
+        for t in TILES:
+            for tile in (t, replace(t, cut=True)):
+                if why := refuse_tile(spec, device, x_dtype, tile):
+                    refused[str(tile)] = why
+                else:
+                    times[tile] = _estimate(spec, m, device, tile)
     best = min(times, key=lambda t: times[t])
-    rejected = [(str(t), reason or f"about {times[t] / times[best]:.2f} times as long") for t, reason in refused]
-    return best, tuple(row for row in rejected if row[0] != str(best))
+    slower = {str(t): f"about {time / times[best]:.2f} times as long" for t, time in times.items() if t != best}
+    return best, (*refused.items(), *slower.items())
 
 
 def _tiled(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, t: Tiled) -> Plan:
@@ -262,7 +284,12 @@ def _supported(spec: Spec, device: Device, x_dtype: str) -> None:
 
 
 def plan(
-    spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool = True, variant: Decode | Tiled | None = None
+    spec: Spec,
+    m: int,
+    device: Device,
+    x_dtype: str,
+    aligned: bool = True,
+    variant: Decode | Tiled | Wgmma | None = None,
 ) -> Plan:
     """The launches of y[m, n] = x[m, k] @ W.T for a module that ``marlin.spec`` describes.
 
@@ -280,7 +307,11 @@ def plan(
     if variant is None:
         variant, rejected = choose_tile(spec, m, device, x_dtype)
         rejected = (("decode", f"serves up to {DECODE_TOKENS} tokens, m is {m}"), *rejected)
-    made = _tiled(spec, m, device, x_dtype, aligned, variant)
+    if isinstance(variant, Wgmma):
+        gather = _gather(spec, m, device) if spec["perm"] or not aligned else None
+        made = hopper.launch(spec, m, device, x_dtype, gather, variant)
+    else:
+        made = _tiled(spec, m, device, x_dtype, aligned, variant)
     return Plan(made.stages, made.why, made.scratch, made.gathered, made.counters, rejected)
 
 
@@ -300,20 +331,26 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
             if row not in seen:
                 seen.add(row)
                 yield *row, f"sm_{arch}"
+        if arch == 90:
+            for variant in hopper.variants(spec, x_dtype, HOPPER_SHARED):
+                if ("marlin_wgmma", variant) not in seen:
+                    seen.add(("marlin_wgmma", variant))
+                    yield "marlin_wgmma", variant, "sm_90a"
 
 
 def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """A third of a subset of ``variants`` in which every two values of two template arguments meet: what CI compiles.
 
-    Each third falls to two of the six architectures, so that each pair is seen on an older and on a newer one.
+    Each third falls to two of the six architectures, so that each pair is seen on an older and on a newer one; of the
+    kernels for sm_90a it is the first.
     """
-    if target not in CHECKED:
+    if target not in (*CHECKED, "sm_90a"):
         return
     seen: set[tuple[object, ...]] = set()
     chosen = []
-    for kernel, variant, _ in variants(80):
+    for kernel, variant, made_for in variants(90):
         pairs = {(kernel, i, variant[i], j, variant[j]) for j in range(len(variant)) for i in range(j + 1)}
-        if not pairs <= seen:
+        if (made_for == "sm_90a") == (target == "sm_90a") and not pairs <= seen:
             seen |= pairs
             chosen.append((kernel, variant))
-    yield from chosen[CHECKED.index(target) % 3 :: 3]
+    yield from chosen[CHECKED.index(target) % 3 if target in CHECKED else 0 :: 3]

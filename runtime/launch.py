@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.launch import Plan, Stage
-from .arrays import Operand
+from .arrays import ITEM, Operand
 from .build import Cubin
 from .build import compile as build_cubin
 from .load import Weights
@@ -22,6 +22,10 @@ STATIC_SHARED = 48 << 10
 
 OPERANDS = ("x", "y", "ldx", "ldy", "scratch", "counters", "gathered")
 """Arguments that change from call to call, in the order ``Bound.launch`` gathers them."""
+
+MAPS = {"x_map": "k", "gathered_map": "k_padded"}
+"""Arguments that are a tensor map by value, and the extent that is the length of their rows."""
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
 
 
 Key = tuple[str, tuple[int, ...], str]
@@ -115,6 +119,41 @@ class _Prepared:
     """(word, pointer of expert 0, bytes from one expert to the next)."""
     addresses: int
     keep: tuple[Any, ...]
+    map: _Map | None
+
+
+class _Map:
+    """A stage's tensor map of x or gathered x, encoded anew only when pointer or stride are not the last call's."""
+
+    def __init__(self, source: str, rows: int, columns: int, box: tuple[int, int]) -> None:
+        self.source, self._extents, self._box = source, (columns, rows), box
+        self._last = (0, 0)
+        self._storage = (ctypes.c_char * (MAP_BYTES + MAP_ALIGNMENT))()
+        start = ctypes.addressof(self._storage)
+        self.address = start + -start % MAP_ALIGNMENT
+
+    def point(self, pointer: int, stride: int) -> None:
+        """At rows of 16-bit numbers that start at ``pointer``, ``stride`` elements apart. Raises CudaError."""
+        if (pointer, stride) == self._last:
+            return
+        from cuda.bindings import driver
+
+        u32, u64 = driver.cuuint32_t, driver.cuuint64_t
+        made = driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            2,
+            pointer,
+            [u64(extent) for extent in self._extents],
+            [u64(stride * ITEM)],
+            [u32(extent) for extent in reversed(self._box)],
+            [u32(1), u32(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        ctypes.memmove(self.address, int(_checked("tensor map of x", made).getPtr()), MAP_BYTES)
+        self._last = pointer, stride
 
 
 class Bound:
@@ -158,6 +197,13 @@ class Bound:
                 for word, base, step in p.stacked:
                     p.words[word] = base + expert * step
                 stage = p.stage
+                if p.map is not None:
+                    gathered = p.map.source == "gathered_map"
+                    stride = self._scalars["ld_gathered"] if gathered else ldx
+                    try:
+                        p.map.point(memory[2] if gathered else x.pointer, stride)
+                    except CudaError as error:
+                        raise self._blame(i, error) from None
                 (status,) = driver.cuLaunchKernel(
                     p.function, *stage.grid, stage.block, 1, 1, stage.shared, stream, p.addresses, 0
                 )
@@ -178,9 +224,14 @@ def _prepare(stage: Stage, scalars: Mapping[str, int], weights: Weights, functio
     words = memoryview(storage).cast("Q")
     base = ctypes.addressof((ctypes.c_char * len(storage)).from_buffer(storage))
     addresses = (ctypes.c_void_p * max(count, 1))(*(base + 8 * i for i in range(count)))
-    patched, stacked = [], []
+    patched, stacked, map_ = [], [], None
     for i, arg in enumerate(stage.args):
-        if arg in OPERANDS:
+        if arg in MAPS:
+            assert isinstance(arg, str)
+            assert stage.box is not None
+            map_ = _Map(arg, scalars["m"], scalars[MAPS[arg]], stage.box)
+            addresses[i] = map_.address
+        elif arg in OPERANDS:
             patched.append((i, OPERANDS.index(arg)))
         elif isinstance(arg, int) or arg in scalars:
             words[i] = (arg if isinstance(arg, int) else scalars[arg]) & 0xFFFFFFFF
@@ -189,4 +240,4 @@ def _prepare(stage: Stage, scalars: Mapping[str, int], weights: Weights, functio
             if weights.steps.get(arg, 0):
                 stacked.append((i, weights.pointers[arg], weights.steps[arg]))
     keep = (storage, addresses, weights)
-    return _Prepared(stage, function, words, tuple(patched), tuple(stacked), ctypes.addressof(addresses), keep)
+    return _Prepared(stage, function, words, tuple(patched), tuple(stacked), ctypes.addressof(addresses), keep, map_)

@@ -1,0 +1,171 @@
+"""marlin_wgmma compiles as it must for sm_90a, and its plan describes the very kernel."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from itertools import pairwise, product
+
+import pytest
+from warptile.formats.errors import UnsupportedError
+from warptile.kernels import marlin, marlin_hopper_plan
+from warptile.kernels.launch import Device
+from warptile.kernels.marlin_hopper_plan import TILES, Wgmma
+from warptile.kernels.marlin_plan import plan
+from warptile.runtime import build
+
+H200 = Device(arch=90, sms=132, shared=232448, nvrtc=(13, 5))
+
+try:
+    COMPILER = build.nvrtc_version()
+except UnsupportedError:
+    COMPILER = (0, 0)
+needs_nvrtc = pytest.mark.skipif(COMPILER < marlin_hopper_plan.NVRTC, reason="needs NVRTC 13.3 or newer")
+
+
+def spec_of(n: int, k: int, group: int = 128, **other: object) -> dict[str, object]:
+    np_, kp = marlin.padded(n, k, group)
+    spec = {"element": "u4b8", "scale": "f16", "scale_block": [1, group], "zero": None, "perm": False, "bias": None}
+    extents = {"experts": None, "n": n, "k": k, "n_padded": np_, "k_padded": kp, "group": group}
+    return {**spec, **extents, **other}
+
+
+def request(spec: dict[str, object], x_dtype: str, tile: Wgmma) -> build.Request:
+    stage = plan(spec, 64, H200, x_dtype, variant=tile).stages[-1]
+    return build.Request(stage.kernel, stage.variant, stage.target)
+
+
+# Every tile once, and between them every element, scale kind, both activations, and one, two and four rows of scales.
+MODULES = [
+    (spec_of(4096, 4096), "f16"),
+    (spec_of(4096, 4096, 32, element="u4", zero="int"), "f16"),
+    (spec_of(4096, 4096, element="u8b128", scale="bf16"), "bf16"),
+    (spec_of(4096, 4096, 16, element="u8", zero="int", scale="f32"), "bf16"),
+    (spec_of(4096, 4096, element="u4", zero="int"), "bf16"),
+    (spec_of(4096, 4096, 64, element="u8b128", scale="f32"), "f16"),
+    (spec_of(4096, 4096, -1, scale="bf16"), "bf16"),
+    (spec_of(4096, 4096, element="u8", zero="int", scale="bf16"), "bf16"),
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("tile", "module"),
+    list(zip(TILES, MODULES, strict=True)),
+    ids=lambda p: str(p) if isinstance(p, Wgmma) else f"{p[0]['element']} g{p[0]['group']} {p[0]['scale']} {p[1]}",
+)
+def test_tensor_cores_are_fed_from_registers_without_spills_or_serialisation(
+    tile: Wgmma, module: tuple[dict[str, object], str]
+) -> None:
+    cubin = build.build(request(*module, tile))
+    report = build.resources(cubin)
+    assert report.notes == ()  # C7510 .. C7519: wgmma serialised, or not safe
+    assert report.spills == 0
+    tool = build.disassembler()
+    if tool is None:
+        pytest.skip("no nvdisasm")
+    sass = build.disassemble(cubin.image, tool)
+    assert any(op.startswith(f"HGMMA.64x{tile.tokens}x16") for op in sass)
+    assert not any(op.startswith(("LDL", "STL")) for op in sass)
+    assert {"UTMALDG.2D", "UBLKCP.S.G"} <= set(sass)
+    assert any(op.startswith("STG.E.128") for op in sass)
+
+
+@needs_nvrtc
+def test_the_main_loop_keeps_addresses_in_uniform_registers() -> None:
+    """Where the compiler loses sight of what is the same in all lanes, each wgmma costs two R2UR and more."""
+    tool = build.disassembler()
+    if tool is None:
+        pytest.skip("no nvdisasm")
+    sass = build.disassemble(build.build(request(spec_of(28672, 8192), "f16", Wgmma(256, 128, 1))).image, tool)
+    at = [i for i, op in enumerate(sass) if op.startswith("HGMMA")]
+    assert "R2UR" not in sass[at[0] : at[-1]]
+
+
+@needs_nvrtc
+def test_a_plan_asks_for_the_shared_memory_the_kernel_lays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``shared`` is sizeof(Shared), for every tile and kind of module: the compiler checks it."""
+    source = files("warptile.kernels").joinpath("marlin_wgmma.cu").read_text("utf-8")
+    for tile, (spec, x_dtype) in product(TILES, MODULES):
+        stage = plan(spec, 64, H200, x_dtype, variant=tile).stages[-1]
+        shared = f"Shared<Variant{{{', '.join(map(str, stage.variant))}}}>"
+        source += f"static_assert(sizeof({shared}) == {stage.shared});\n"
+    source += "template <Variant V> __global__ void nothing() {}\n"
+    monkeypatch.setattr(build, "_sources", lambda kernel: (source, build._headers(source)))
+    build.build(build.Request("nothing", stage.variant, "sm_90a"))
+
+
+def owner(unit: int, units: int, blocks: int) -> int:
+    return ((unit + 1) * blocks - 1) // units
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 28672, 8192), (33, 640, 1000), (200, 4096, 4096), (4096, 14336, 4096)])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_cut_tiles_are_shared_evenly_and_each_part_has_its_own_slot(m: int, n: int, k: int, tile: Wgmma) -> None:
+    """The arithmetic of the kernel's Schedule: shares are contiguous, none is empty, no two parts meet in scratch."""
+    spec = spec_of(n, k)
+    made = plan(spec, m, H200, "f16", variant=Wgmma(tile.features, tile.tokens, tile.ways, cut=True))
+    stage = made.stages[-1]
+    blocks, split, steps = stage.grid[0], stage.args[-2], -(-k // 64)
+    assert isinstance(split, int)
+    tiles = -(-m // tile.tokens) * -(-spec["n_padded"] // tile.features)  # type: ignore[operator]
+    assert split in (0, tiles % 132)
+    if not split:
+        return
+    units = split * steps
+    start = [units * b // blocks for b in range(blocks + 1)]
+    sizes = {b - a for a, b in pairwise(start)}
+    assert min(sizes) > 0
+    assert max(sizes) - min(sizes) <= 1
+    assert all(start[owner(u, units, blocks)] <= u < start[owner(u, units, blocks) + 1] for u in range(units))
+    slots = set()
+    for t in range(split):
+        head, tail = owner(t * steps, units, blocks), owner((t + 1) * steps - 1, units, blocks)
+        if head < tail:
+            for block in range(head, tail + 1):
+                slot = 2 * block + (block == head)
+                assert slot not in slots
+                slots.add(slot)
+                assert (slot + 1) * tile.features * tile.tokens * 4 <= made.scratch
+    assert split * tile.features // 32 == made.counters
+
+
+def test_a_compiler_that_breaks_wgmma_or_another_gpu_gets_the_other_kernels() -> None:
+    spec = spec_of(28672, 8192)
+    for device, reason in (
+        (Device(90, 132, 232448, (13, 2)), "needs NVRTC 13.3 or newer, this is 13.2"),
+        (Device(100, 148, 232448, (13, 5)), "needs sm_90, this is sm_100"),
+    ):
+        made = plan(spec, 1024, device, "f16")
+        assert made.stages[-1].kernel == "marlin_tiled"
+        assert ("wgmma", reason) in made.rejected
+    assert plan(spec, 1024, H200, "f16").stages[-1].kernel == "marlin_wgmma"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"group": 48}, "multiples of 64, not 48"), ({"experts": 8}, "not stacked experts")],
+)
+def test_modules_that_do_not_fit_go_elsewhere_with_the_reason(change: dict[str, object], reason: str) -> None:
+    made = plan({**spec_of(4096, 4096 * 3), **change}, 256, H200, "f16")
+    assert made.stages[-1].kernel == "marlin_tiled"
+    assert any(what == "wgmma" and reason in why for what, why in made.rejected)
+
+
+def test_x_that_cannot_be_copied_as_it_lies_is_gathered_first() -> None:
+    spec = spec_of(28672, 4040)
+    straight, gathered = (plan(spec, 256, H200, "f16", aligned) for aligned in (True, False))
+    assert [s.kernel for s in gathered.stages] == ["gather", "marlin_wgmma"]
+    assert "x_map" in straight.stages[-1].args
+    assert {"gathered_map", "k_padded"} <= set(gathered.stages[-1].args)
+    assert gathered.gathered == 2 * 256 * 4096
+    assert straight.stages[-1].box == (straight.stages[-1].variant[6], 64)
+
+
+def test_arguments_are_the_kernels_parameters() -> None:
+    source = files("warptile.kernels").joinpath("marlin_wgmma.cu").read_text("utf-8")
+    (found,) = re.findall(r"marlin_wgmma\(([^)]*)\)\s*{", source)
+    names = [re.findall(r"\w+", p)[-1] for p in found.split(",")]
+    args = plan(spec_of(4096, 4096), 256, H200, "f16").stages[-1].args
+    assert [a for a in args if isinstance(a, str)] == [n for n in names if n not in ("bias_type", "split")]
+    assert [type(a) for a in args] == [int if n in ("bias_type", "split") else str for n in names]
