@@ -101,7 +101,10 @@ class Catalog:
                 self.modules[name] = Module(name, n, k, None, PLAIN[tensor.dtype], None, bias=f"{name}.bias" in tensors)
 
     def module(self, name: str) -> Module:
-        """By name, with or without ``.weight``. Raises KeyError naming close matches, or what its reader refused."""
+        """By name, with or without ``.weight``. Raises TypeError, KeyError naming close matches, or what its reader
+        refused."""
+        if not isinstance(name, str):
+            raise TypeError(f"a linear's name is a string, not {type(name).__name__}")
         short = name.removesuffix(".weight")
         found = self.modules.get(name) or self.modules.get(short) or self.modules.get(f"{name}.weight")
         if found is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ class Session:
         cubins: str | os.PathLike[str] | None = None,
         scratch_limit: int = SCRATCH_LIMIT,
     ) -> None:
+        if not isinstance(path, (str, os.PathLike)) and not hasattr(path, "modules"):
+            raise TypeError(f"path is {type(path).__name__}; need a path or an open artifact")
         artifact = open_artifact(path, layouts()) if isinstance(path, (str, os.PathLike)) else path
         self._catalog = Catalog(artifact)
         self._live: Backend | None = _open(self._catalog, device, cubins, scratch_limit)
@@ -174,7 +177,7 @@ class Session:
         names: Iterable[str] | None = None,
     ) -> None:
         """Upload, compile and allocate for products of m rows, so that a graph capture finds everything in place."""
-        ms = [_extent(value) for value in ([m] if isinstance(m, int) else m)]
+        ms = [_extent(value) for value in (m if isinstance(m, Iterable) else [m])]
         dtypes = [_activation(value) for value in ([dtype] if isinstance(dtype, str) else dtype)]
         self._backend.prepare([self._catalog.module(name) for name in self._names(names)], ms, dtypes)
 
@@ -183,6 +186,8 @@ class Session:
 
 
 def _check_expert(module: Module, expert: int | None) -> None:
+    if expert is not None:
+        expert = _whole("expert", expert)
     if module.experts is None:
         if expert is not None:
             raise ValueError(f"{module.name}: expert={expert} given; this module has no experts")
@@ -192,10 +197,18 @@ def _check_expert(module: Module, expert: int | None) -> None:
         raise ValueError(f"{module.name}: expert {expert} of {module.experts}; need 0..{module.experts - 1}")
 
 
+def _whole(what: str, value: Any) -> int:
+    """Any integer type but bool. Raises TypeError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{what} is {value!r}; need an integer")
+    return operator.index(value)
+
+
 def _extent(m: int) -> int:
+    m = _whole("m", m)
     if not 0 <= m < 2**31:
         raise ValueError(f"m is {m}; need 0 <= m < 2^31")
-    return int(m)
+    return m
 
 
 def _activation(dtype: str) -> str:
@@ -206,7 +219,9 @@ def _activation(dtype: str) -> str:
 
 
 def _open(catalog: Catalog, device: str | None, cubins: str | os.PathLike[str] | None, scratch_limit: int) -> Backend:
-    """The backend of a device by name. Raises ValueError (name), RuntimeError (no such device)."""
+    """The backend of a device by name. Raises TypeError, ValueError (name), RuntimeError (no such device)."""
+    if device is not None and not isinstance(device, str):
+        raise TypeError(f"device is {device!r}; need a name: cuda:<i> or cpu")
     if device == "cpu":
         return Reference(catalog, "device is cpu")
     if device is not None and not (device == "cuda" or device.removeprefix("cuda:").isdecimal()):

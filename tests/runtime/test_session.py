@@ -237,6 +237,15 @@ def test_a_stack_needs_one_of_its_experts(session, expert, words):
         (lambda s: s.prepare([1, 2**31]), ValueError),
         (lambda s: s.prepare(1, "int8"), TypeError),
         (lambda s: s.prepare(1, names=["nobody"]), KeyError),
+        (lambda s: s.prepare("1"), TypeError),
+        (lambda s: s.explain("mlp.down", 1.5), TypeError),
+        (lambda s: s.explain("mlp.down", None), TypeError),
+        (lambda s: s.linear(3, GOOD), TypeError),
+        (lambda s: s.linear("mlp.experts", GOOD, expert=True), TypeError),
+        (lambda s: s.linear("mlp.experts", GOOD, expert="0"), TypeError),
+        (lambda s: s.linear("mlp.experts", GOOD, expert=1.0), TypeError),
+        (lambda _: Session(None), TypeError),
+        (lambda _: Session(InMemory({}, {}), device=0), TypeError),
     ],
 )
 def test_bad_questions_are_refused(session, call, error):
