@@ -12,10 +12,33 @@ template <Dtype T>
 constexpr u32 MAGIC = T == Dtype::f16 ? 0x64006400u : 0x43004300u;
 constexpr u32 SIGNS = 0x80008000u;
 
+// UP bits up, or down when it is negative.
+template <int UP>
+DEVICE u32 shift(u32 w) {
+  if constexpr (UP < 0)
+    return w >> -UP;
+  else
+    return w << UP;
+}
+
 // What a row of a block adds to its decoded codes, twice in a pair. `far` is for fields that sit four bits up.
 struct Zero {
   u32 near, far;
 };
+
+// Float codes of E, one with its top bit UP bits below the top of each half of `w`, as a pair of T; exact. The code's
+// exponent and mantissa land in T's lowest exponent bits, where both number the same steps, subnormal ones too; a
+// product by a power of two makes up for the biases. Ten integer instructions for a word of e2m1: a PRMT table takes
+// fifteen, because a code's sign lies where its selector wants another bit.
+template <Element E, Dtype T, int UP>
+DEVICE u32 widened(u32 w) {
+  constexpr int exponent = T == Dtype::f16 ? 5 : 8, mantissa = 15 - exponent, bias = (1 << (exponent - 1)) - 1;
+  constexpr u32 width = facts(E).exponent + facts(E).mantissa;
+  constexpr u32 field = ((1u << width) - 1) << (mantissa - facts(E).mantissa);
+  constexpr u32 power = u32(2 * bias - facts(E).bias) << mantissa;
+  const u32 magnitude = shift<UP - exponent + facts(E).exponent>(w) & field * 0x00010001u;
+  return mul2<T>(lop3<AND_OR>(shift<UP>(w), SIGNS, magnitude), power * 0x00010001u);
+}
 
 // E: the stored codes. T: f16 or bf16, the type of the MMA. WITH_ZERO: zero points from memory instead of E's bias.
 template <Element E, Dtype T, bool WITH_ZERO>
@@ -24,7 +47,9 @@ struct Decode {
   static constexpr int WORDS = BITS / 4;       // words of a lane in one block
   static constexpr int TILE_WORDS = 4 * WORDS; // words of a lane in one tile
   static_assert(T == Dtype::f16 || T == Dtype::bf16);
-  static_assert(facts(E).exponent == 0 && (BITS == 4 || BITS == 8), "float codes need a branch in block()");
+  static constexpr bool FLOAT = facts(E).exponent != 0;
+  static_assert(BITS == 4 || BITS == 8);
+  static_assert(!FLOAT || BITS == 1 + facts(E).exponent + facts(E).mantissa);
 
   // Bytes 0 and 2 of `pair` as numbers minus 128. bf16 has seven bits: the eighth selects -128 or -256 as the addend.
   static DEVICE u32 centred(u32 pair) {
@@ -36,7 +61,9 @@ struct Decode {
   // The zero of an element that carries its own: minus (BASE + bias), minus (BASE / 16 + bias).
   static constexpr DEVICE Zero fixed() {
     constexpr u32 bias = facts(E).bias;
-    if constexpr (BITS == 8 && T == Dtype::bf16) {
+    if constexpr (FLOAT) {
+      return {};
+    } else if constexpr (BITS == 8 && T == Dtype::bf16) {
       static_assert(bias == 0 || bias == 128);
       return {bias ? 0u : 0x43004300u, 0u};
     } else {
@@ -56,7 +83,12 @@ struct Decode {
 
   // Code words of one block -> its A fragment; every value is exact.
   static DEVICE void block(const u32* w, Zero low, Zero high, u32 (&a)[4]) {
-    if constexpr (BITS == 4 && T == Dtype::f16) {
+    if constexpr (FLOAT) {
+      a[0] = widened<E, T, 16 - BITS>(w[0]);
+      a[1] = widened<E, T, BITS>(w[WORDS - 1]);
+      a[2] = widened<E, T, 16 - 2 * BITS>(w[0]);
+      a[3] = widened<E, T, 0>(w[WORDS - 1]);
+    } else if constexpr (BITS == 4 && T == Dtype::f16) {
       // Fields four bits up are 16 q: 1024 + 16 q, times 1/16, minus (64 + zero).
       u32 v = w[0], v8 = v >> 8;
       a[0] = add2<T>(lop3<AND_OR>(v, 0x000F000Fu, MAGIC<T>), low.near);
@@ -88,26 +120,79 @@ struct Decode {
   }
 };
 
+constexpr int bytes_of(Dtype t) { return t == Dtype::f32 ? 4 : t == Dtype::e8m0 || t == Dtype::e4m3 ? 1 : 2; }
+
+// One number of any scale type, on its own.
+template <Dtype S>
+DEVICE u32 load_one(const void* from) {
+  if constexpr (bytes_of(S) == 4)
+    return __ldg(static_cast<const u32*>(from));
+  else if constexpr (bytes_of(S) == 2)
+    return __ldg(static_cast<const u16*>(from));
+  else
+    return __ldg(static_cast<const u8*>(from));
+}
+
+// Number i of a word of scales of type S, exactly.
+template <Dtype S>
+DEVICE float number(u32 word, int i) {
+  if constexpr (S == Dtype::f32) {
+    return __uint_as_float(word);
+  } else if constexpr (S == Dtype::e8m0) {
+    // 2^(code - 127): the exponent of a float32, below which code 0 is the subnormal 2^-127.
+    return __uint_as_float(max((word >> 8 * i & 0xFFu) << 23, 0x00400000u));
+  } else if constexpr (S == Dtype::e4m3) {
+    const u32 pair = i % 2 ? widened<Element::e4m3, Dtype::f16, 0>(word) : widened<Element::e4m3, Dtype::f16, 8>(word);
+    return to_float<Dtype::f16>(u16(pair >> 16 * (i / 2)));
+  } else {
+    return to_float<S>(u16(word >> 16 * i));
+  }
+}
+
 // COUNT scales of a lane's columns g + 8v, from v = 0 (8) or from half a tile on (4); 2j, 2j + 1 are the rows of block j.
+// COUNT = 1: one scale for all columns of the tile.
 template <Dtype S, int COUNT = 8>
 struct Scales {
-  static constexpr int WORDS = S == Dtype::f32 ? COUNT : COUNT / 2;
+  static constexpr int IN_WORD = COUNT == 1 ? 1 : 4 / bytes_of(S);
+  static constexpr int WORDS = COUNT / IN_WORD;
   u32 word[WORDS];
 
   // `from` is the lane's first scale of a row of the grid, aligned to COUNT of them.
   DEVICE void load(const void* from, bool wanted = true) {
-    constexpr int STEP = WORDS < 4 ? WORDS : 4;
+    if constexpr (COUNT == 1) {
+      if (wanted) word[0] = load_one<S>(from);
+    } else {
+      constexpr int STEP = WORDS < 4 ? WORDS : 4;
 #pragma unroll
-    for (int i = 0; i < WORDS; i += STEP) load_if<false, STEP>(word + i, static_cast<const u32*>(from) + i, wanted);
+      for (int i = 0; i < WORDS; i += STEP) load_if<false, STEP>(word + i, static_cast<const u32*>(from) + i, wanted);
+    }
   }
   DEVICE float at(int v) const {
-    if constexpr (S == Dtype::f32)
-      return __uint_as_float(word[v]);
+    if constexpr (COUNT == 1)
+      return number<S>(word[0], 0);
     else
-      return to_float<S>(u16(word[v / 2] >> 16 * (v % 2)));
+      return number<S>(word[v / IN_WORD], v % IN_WORD);
   }
   // The same scale twice, to multiply a pair: only where S is the type of the pair, so that the product rounds once.
   DEVICE u32 pair(int v) const { return v % 2 ? both_high(word[v / 2]) : both_low(word[v / 2]); }
 };
 
-constexpr int bytes_of(Dtype t) { return t == Dtype::f32 ? 4 : 2; }
+// A factor that only sums over all of k need: of the whole, of each of up to four fused parts, or of `columns` columns.
+struct Factor {
+  const void* at;
+  int n, columns;
+  int part[3]; // first columns of the parts but the first; beyond n where there are fewer
+
+  template <Dtype S>
+  DEVICE float of(int column) const {
+    const int c = min(column, n - 1), i = c / columns + (c >= part[0]) + (c >= part[1]) + (c >= part[2]);
+    return number<S>(load_one<S>(static_cast<const u8*>(at) + i64(i) * bytes_of(S)), 0);
+  }
+};
+
+// v / by as a multiplication, exact while v * by fits 32 bits.
+struct Divide {
+  u32 by, reciprocal;
+  explicit DEVICE Divide(u32 by) : by(by), reciprocal(0xFFFFFFFFu / by + 1) {}
+  DEVICE u32 operator()(u32 v) const { return by == 1 ? v : __umulhi(v, reciprocal); }
+};

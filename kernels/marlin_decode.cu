@@ -12,11 +12,13 @@ struct Variant {
   int element, x, scale; // Element, Dtype, Dtype
   int zero;              // 1: zero points from qzeros
   int run;               // slices that share a scale: 1, 2, 4, 8; 0: one scale for all of k
+  int block;             // 1: a scale for whole tiles of columns, or, when run is 0, no scale but the factor
+  int factor;            // 1: sums over all of k have a factor of their own (decode.cuh)
 };
 
 // 128 registers for each of 16 warps, twice that where many fp32 scales are in flight. plan() knows it too.
 constexpr bool many_scales(Variant v) {
-  return Dtype(v.scale) == Dtype::f32 && v.run && v.run < 32 / facts(Element(v.element)).bits;
+  return !v.block && Dtype(v.scale) == Dtype::f32 && v.run && v.run < 32 / facts(Element(v.element)).bits;
 }
 constexpr int max_threads(Variant v) { return many_scales(v) ? 256 : 512; }
 constexpr int RED = 68; // floats of a token's row in the reduction buffer: 64, and 4 to spread the banks
@@ -27,9 +29,10 @@ constexpr int depth(Variant v) { return facts(Element(v.element)).bits == 8 || v
 template <Variant V>
 __global__ void __launch_bounds__(max_threads(V), 1)
     marlin_decode(const u8* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
-                  const void* __restrict__ bias, const u16* __restrict__ x, u16* y, float* scratch, u32* counters,
-                  int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx, i64 ldy, int bias_type) {
-  constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
+                  const void* __restrict__ factors, const void* __restrict__ bias, const u16* __restrict__ x, u16* y,
+                  float* scratch, u32* counters, int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx,
+                  i64 ldy, int bias_type, int columns, int part1, int part2, int part3) {
+  constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
   using D = Decode<Element(V.element), T, V.zero != 0>;
   constexpr int DEPTH = depth(V), R = V.run ? V.run : 4, RUNS = DEPTH / R;
   constexpr int VECTORS = D::TILE_WORDS / 4; // 16-byte loads of a lane in one tile
@@ -42,11 +45,11 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   const u32 unit = slices % DEPTH ? R : DEPTH;
   auto part = [&](u32 i) { return int(slices / unit * i / (gridDim.y * warps) * unit); };
   const int begin = part(blockIdx.y * warps + warp), end = part(blockIdx.y * warps + warp + 1);
-  // run / runs_per_group as a multiplication, exact for 32-bit products of the two.
-  const u32 runs_per_group = V.run ? group / (16 * R) : 1, reciprocal = 0xFFFFFFFFu / runs_per_group + 1;
+  const Divide group_of(V.run ? group / (16 * R) : 1), block_of(V.run && V.block ? columns / 64 : 1);
+  const int in_row = V.run && V.block ? (n + columns - 1) / columns : n_padded; // scales in a row of their grid
 
   u32 q[DEPTH][D::TILE_WORDS], zero_words[RUNS][D::WORDS];
-  Scales<S> scale[RUNS];
+  Scales<S, V.block ? 1 : 8> scale[RUNS];
   // Where the coming loads read: slice by slice along k, then the next tile.
   int next_tile = blockIdx.x, next = begin;
   const u8* from;
@@ -61,8 +64,8 @@ __global__ void __launch_bounds__(max_threads(V), 1)
     if (next >= end) next = begin, next_tile += gridDim.x, aim();
   };
   auto fetch_scale = [&](int r, int tile, int slice, bool wanted) {
-    const u32 run = u32(slice) / R, row = runs_per_group == 1 ? run : __umulhi(run, reciprocal);
-    scale[r].load(scales + (i64(row) * n_padded + tile * 64 + g * 8) * bytes_of(S), wanted);
+    const u32 row = group_of(u32(slice) / R), first = V.block ? block_of(tile) : tile * 64 + g * 8;
+    scale[r].load(scales + (i64(row) * in_row + first) * bytes_of(S), wanted);
     if constexpr (V.zero)
       load_if<false, D::WORDS>(zero_words[r], qzeros + ((i64(row) * tiles + tile) * 8 + g) * D::WORDS, wanted);
   };
@@ -82,10 +85,15 @@ __global__ void __launch_bounds__(max_threads(V), 1)
 
   float* sums = reinterpret_cast<float*>(shared); // [2][warps][m][RED]
   const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
+  const Factor factor{factors, n, columns, {part1, part2, part3}};
+  auto finish = [&](int token, int column, float sum) {
+    if constexpr (V.factor) sum *= factor.of<F>(column);
+    out.store<T>(token, column, sum);
+  };
   int parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
     float total[4][4] = {};
-    if constexpr (V.run == 0) fetch_scale(0, tile, 0, true);
+    if constexpr (V.run == 0 && !V.block) fetch_scale(0, tile, 0, true);
     for (int slice = begin; slice < end; slice += DEPTH) {
 #pragma unroll
       for (int r = 0; r < RUNS; r++) {
@@ -137,7 +145,8 @@ __global__ void __launch_bounds__(max_threads(V), 1)
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         const int token = 2 * t + c % 2;
-        const float v = V.run ? total[j][c] : total[j][c] * scale[0].at(2 * j + c / 2);
+        float v = total[j][c];
+        if constexpr (V.run == 0 && !V.block) v *= scale[0].at(2 * j + c / 2);
         if (token < m) mine[token * RED + 16 * j + 8 * (c / 2) + g] = v;
       }
     __syncthreads();
@@ -146,7 +155,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
       float v = 0;
       for (int w = 0; w < warps; w++) v += sums[((parity * warps + w) * m + token) * RED + e % 64];
       if (gridDim.y == 1)
-        out.store<T>(token, column, v);
+        finish(token, column, v);
       else
         scratch[(i64(blockIdx.y) * m + token) * n_padded + column] = v;
     }
@@ -155,7 +164,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
         const int token = e / 64, column = tile * 64 + e % 64;
         float v = 0;
         for (int s = 0; s < int(gridDim.y); s++) v += __ldcg(scratch + (i64(s) * m + token) * n_padded + column);
-        out.store<T>(token, column, v);
+        finish(token, column, v);
       }
   }
 }

@@ -62,6 +62,8 @@ def refuse(spec: Spec, device: Device) -> str | None:
         return f"needs sm_90, this is sm_{device.arch}"
     if device.nvrtc < NVRTC:
         return f"needs NVRTC {NVRTC[0]}.{NVRTC[1]} or newer, this is {device.nvrtc[0]}.{device.nvrtc[1]}"
+    if ELEMENTS[spec["element"]].is_float:
+        return f"decodes integers, not {spec['element']}"
     if spec["experts"] is not None:
         return "reads one matrix, not stacked experts"
     if spec["group"] not in (-1, 16, 32) and spec["group"] % STEP:

@@ -21,6 +21,7 @@ from typing import Any
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 from ..formats.errors import UnsupportedError
 from . import marlin_hopper_plan as hopper
+from . import marlin_scales as scales
 from .launch import Device, Plan, Stage
 from .marlin_hopper_plan import Wgmma
 
@@ -28,9 +29,6 @@ Spec = Mapping[str, Any]
 
 DECODE_TOKENS = 8
 X_DTYPES = ("f16", "bf16")
-SCALES = ("f16", "bf16", "f32")
-STORED = {"u4b8": False, "u4": True, "u8b128": False, "u8": True}
-"""Elements with kernels, and whether zero points come with them as a rule."""
 
 CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -116,16 +114,19 @@ def _run(spec: Spec, most: int) -> int:
 def _variant(spec: Spec, x_dtype: str, run: int, *shape: int) -> tuple[int, ...]:
     """The fields every ``Variant`` begins with, then the kernel's own."""
     names, dtypes = list(ELEMENTS), list(SCALE_DTYPES)
-    zero = int(spec["zero"] is not None)
-    return names.index(spec["element"]), dtypes.index(x_dtype), dtypes.index(spec["scale"]), zero, run, *shape
+    types = names.index(spec["element"]), dtypes.index(x_dtype), dtypes.index(spec["scale"])
+    kind = int(spec["zero"] is not None), run, int(scales.block(spec)), int(scales.factor(spec))
+    return *types, *kind, *shape
 
 
 def _args(spec: Spec, gathered: bool) -> tuple[str | int, ...]:
     """What both kernels begin with; gathered rows are k_padded long."""
     x, k, ldx = ("gathered", "k_padded", "ld_gathered") if gathered else ("x", "k", "ldx")
     bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
-    operands = ("qweight", "scales", "qzeros", "bias", x, "y", "scratch", "counters")
-    return (*operands, "m", "n", k, "n_padded", "k_padded", "group", ldx, "ldy", bias_type)
+    factors = "global_scale" if "global" in spec or not scales.factor(spec) else "scales"
+    operands = ("qweight", "scales", "qzeros", factors, "bias", x, "y", "scratch", "counters")
+    extents = ("m", "n", k, "n_padded", "k_padded", "group", ldx, "ldy")
+    return (*operands, *extents, bias_type, *scales.args(spec))
 
 
 def _gather(spec: Spec, m: int, device: Device) -> Stage:
@@ -148,7 +149,8 @@ def choose_decode(spec: Spec, device: Device) -> Decode:
     """About 16 warps for each SM, but 4 to 16 in a block and two loop bodies of k for each."""
     tiles = spec["n_padded"] // 64
     bodies = max(1, spec["k_padded"] // (16 * 32 // ELEMENTS[spec["element"]].bits))
-    many_scales = spec["scale"] == "f32" and 0 < _decode_run(spec) < 32 // ELEMENTS[spec["element"]].bits
+    wide = spec["scale"] == "f32" and not scales.block(spec)
+    many_scales = wide and 0 < _decode_run(spec) < 32 // ELEMENTS[spec["element"]].bits
     most = 8 if many_scales else 16
     warps = 4
     while warps < most and 2 * warps * tiles <= 18 * device.sms and 2 * warps <= bodies:
@@ -181,14 +183,9 @@ def _decode(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, d: 
     )
 
 
-def _mixed(spec: Spec, x_dtype: str) -> bool:
-    """Scales that cannot multiply 16-bit weights exactly: they multiply fp32 sums, which takes a second set of them."""
-    return bool(spec["group"] != -1 and spec["scale"] != x_dtype)
-
-
 def _resident(spec: Spec, x_dtype: str, t: Tiled) -> int:
     """Blocks on one SM."""
-    lean = ELEMENTS[spec["element"]].bits == 4 and _run(spec, 4) != 1 and not _mixed(spec, x_dtype)
+    lean = ELEMENTS[spec["element"]].bits == 4 and _run(spec, 4) != 1 and not scales.mixed(spec, x_dtype)
     return 2 if t.blocks * t.columns <= 8 and lean else 1
 
 
@@ -196,7 +193,7 @@ def refuse_tile(spec: Spec, device: Device, x_dtype: str, t: Tiled) -> str | Non
     """None if the tile runs this module on this device, else why not."""
     if t.shared + STATIC > device.shared:
         return f"needs {t.shared + STATIC} bytes of shared memory, a block has {device.shared}"
-    if t.blocks * t.columns > 16 and _mixed(spec, x_dtype):
+    if t.blocks * t.columns > 16 and scales.mixed(spec, x_dtype):
         return f"{spec['scale']} scales multiply {x_dtype} sums in fp32, which leaves too few registers"
     return None
 
@@ -270,17 +267,17 @@ def _supported(spec: Spec, device: Device, x_dtype: str) -> None:
         raise UnsupportedError(
             "no Marlin kernel for this GPU", found=f"sm_{device.arch}", need="sm_80 or newer", do="dequantize instead"
         )
-    if x_dtype not in X_DTYPES or spec["element"] not in STORED or spec["scale"] not in SCALES:
+    known = scales.SCALES.get(spec["element"], ())
+    if x_dtype not in X_DTYPES or spec["scale"] not in known:
         found = f"{spec['element']} with {spec['scale']} scales, {x_dtype} activations"
-        raise UnsupportedError(
-            "no Marlin kernel for these types", found=found, need="integers; f16 or bf16 activations"
-        )
+        need = f"{' or '.join(known)} scales; f16 or bf16 activations"
+        raise UnsupportedError("no Marlin kernel for these types", found=found, need=need)
     if spec["k_padded"] > K_LIMIT:
         raise UnsupportedError(
             "too many input channels for a Marlin kernel", found=spec["k"], need=f"at most {K_LIMIT}"
         )
-    if spec["scale_block"][0] != 1 or "global" in spec or "shards" in spec:
-        raise UnsupportedError("no Marlin kernel for these scales", need="one scale for a column and group")
+    if (reason := scales.refuse(spec)) is not None:
+        raise UnsupportedError("no Marlin kernel for these scales", need=reason)
 
 
 def plan(
@@ -320,8 +317,12 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
     device = Device(arch, sms=1, shared=1 << 20)
     yield from (("gather", (ordered,), f"sm_{arch}") for ordered in (0, 1))
     seen = set()
-    for element, scale, x_dtype, group in product(elements or STORED, SCALES, X_DTYPES, (-1, 16, 32, 64, 128)):
-        spec = {"element": element, "scale": scale, "group": group, "zero": "int" if STORED[element] else None}
+    every = (
+        (spec, x_dtype)
+        for element, group in product(elements or scales.STORED, (-1, 16, 32, 64, 128))
+        for spec, x_dtype in product(scales.kinds(element, group), X_DTYPES)
+    )
+    for spec, x_dtype in every:
         fitting = [t for t in TILES if refuse_tile(spec, device, x_dtype, t) is None]
         rows = [("marlin_decode", _variant(spec, x_dtype, _decode_run(spec)))]
         rows += [
@@ -331,7 +332,7 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
             if row not in seen:
                 seen.add(row)
                 yield *row, f"sm_{arch}"
-        if arch == 90:
+        if arch == 90 and not ELEMENTS[spec["element"]].is_float:
             for variant in hopper.variants(spec, x_dtype, HOPPER_SHARED):
                 if ("marlin_wgmma", variant) not in seen:
                     seen.add(("marlin_wgmma", variant))

@@ -14,12 +14,17 @@ struct Variant {
   int element, x, scale; // Element, Dtype, Dtype
   int zero;              // 1: zero points from qzeros
   int run;               // slices that share a scale: 1, 2, 4; 0: one scale for all of k
+  int block;             // 1: a scale for whole tiles of columns, or, when run is 0, no scale but the factor
+  int factor;            // 1: sums over all of k have a factor of their own (decode.cuh)
   int blocks, columns;   // of a warp: blocks of 8 tokens, blocks j of 16 features (4, or 2: half a tile)
   int wn, wm;            // warps along features, along tokens
 };
 
 constexpr int THREADS = 256;
 constexpr int SLICES = 4; // k16 slices of a warp's step
+
+// Scales that would not multiply 16-bit weights with one rounding, or beyond their range, multiply fp32 sums of a run.
+constexpr bool scales_sums(Variant v) { return v.run != 0 && (v.scale != v.x || facts(Element(v.element)).exponent); }
 
 template <Variant V>
 struct Shape {
@@ -28,7 +33,7 @@ struct Shape {
   static constexpr int STAGE = TOKENS * STEP * 2; // bytes of x
   static constexpr int STAGES = STAGE > 16384 ? 3 : 4;
   // Blocks on one SM, where 128 registers do; plan() knows it too.
-  static constexpr bool LEAN = facts(Element(V.element)).bits == 4 && V.run != 1 && (V.run == 0 || V.scale == V.x);
+  static constexpr bool LEAN = facts(Element(V.element)).bits == 4 && V.run != 1 && !scales_sums(V);
   static constexpr int RESIDENT = NB * JB <= 8 && LEAN ? 2 : 1;
   static constexpr int FLOATS = FEATURES * TOKENS;
   static constexpr int ROW = FEATURES + 8; // u16 of a token's row on the way out, padded to spread the banks
@@ -43,24 +48,25 @@ struct Segment {
 template <Variant V>
 __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
     marlin_tiled(const u32* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
-                 const void* __restrict__ bias, const u16* __restrict__ x, u16* y, float* scratch, u32* counters,
-                 int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx, i64 ldy, int bias_type,
-                 int rows, int steps, int waves, int streams) {
-  constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
+                 const void* __restrict__ factors, const void* __restrict__ bias, const u16* __restrict__ x, u16* y,
+                 float* scratch, u32* counters, int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx,
+                 i64 ldy, int bias_type, int columns, int part1, int part2, int part3, int rows, int steps, int waves,
+                 int streams) {
+  constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
   using D = Decode<Element(V.element), T, V.zero != 0>;
   using P = Shape<V>;
   constexpr int R = V.run ? V.run : SLICES, RUNS = SLICES / R, NB = P::NB, JB = P::JB, TILE = P::FEATURES / 64;
-  constexpr bool SCALE_PAIRS = V.run != 0 && S == T;  // the product rounds once: the 16-bit weight itself
-  constexpr bool SCALE_SUMS = V.run != 0 && S != T;   // fp32 sums of a run, scaled in fp32
+  constexpr bool SCALE_SUMS = scales_sums(V), SCALE_PAIRS = V.run != 0 && !SCALE_SUMS;
 
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int kw = warp / (P::WN * P::WM), mw = warp / P::WN % P::WM, nw = warp % P::WN;
   const int tiles = n_padded / 64;
-  // run / runs_per_group as a multiplication, exact for 32-bit products of the two.
-  const u32 runs_per_group = V.run ? group / (16 * R) : 1, reciprocal = 0xFFFFFFFFu / runs_per_group + 1;
+  const Divide group_of(V.run ? group / (16 * R) : 1), block_of(V.run && V.block ? columns / 64 : 1);
+  const int in_row = V.run && V.block ? (n + columns - 1) / columns : n_padded; // scales in a row of their grid
   const int all = rows * ((tiles + TILE - 1) / TILE); // 31 bits reach for 4 TB of y
   const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
+  const Factor factor{factors, n, columns, {part1, part2, part3}};
 
   // Whole tiles in turn, then the tiles that this block's share of the rest cuts. plan() keeps the products in 32 bits.
   auto share = [&](u32 block, u32 units) { return int(units * block / u32(streams)); };
@@ -96,7 +102,7 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
     constexpr int WORDS = JB * D::WORDS, LOAD = WORDS < 4 ? WORDS : 4; // words of a lane in a slice, in one load
     constexpr int ZERO_WORDS = D::WORDS * JB / 4 ? D::WORDS * JB / 4 : 1;
     u32 q[SLICES][WORDS], zero_words[RUNS][ZERO_WORDS];
-    Scales<S, 2 * JB> scale[RUNS];
+    Scales<S, V.block ? 1 : 2 * JB> scale[RUNS];
     auto has = [&](int step) { return inside && step < last && step * P::STEP + kw * 64 < k_padded; };
     auto slice_of = [&](int step) { return (step * P::WK + kw) * SLICES; };
     auto fetch_slice = [&](int i, int step, bool wanted) {
@@ -105,9 +111,9 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
       for (int v = 0; v < WORDS; v += LOAD) load_if<D::TILE_WORDS == 4 && P::WM == 1, LOAD>(&q[i][v], from + v, wanted);
     };
     auto fetch_scale = [&](int r, int slice, bool wanted) {
-      const u32 run = u32(slice) / R, row = V.run == 0 ? 0 : runs_per_group == 1 ? run : __umulhi(run, reciprocal);
-      if constexpr (V.run != 0)
-        scale[r].load(scales + (i64(row) * n_padded + tile * 64 + g * 8 + half * 4) * bytes_of(S), wanted);
+      const u32 row = V.run == 0 ? 0 : group_of(u32(slice) / R);
+      const u32 first = V.block ? block_of(tile) : tile * 64 + g * 8 + half * 4;
+      if constexpr (V.run != 0) scale[r].load(scales + (i64(row) * in_row + first) * bytes_of(S), wanted);
       if constexpr (V.zero) {
 #pragma unroll
         for (int h = 0; h < ZERO_WORDS; h++)
@@ -254,20 +260,22 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
     u16* staged = reinterpret_cast<u16*>(shared);
     const int from = nw * 16 * JB; // this warp's features
     if (kw == 0 && column0 + from < n_padded) {
-      if constexpr (V.run == 0)
+      if constexpr (V.run == 0 && !V.block)
         scale[0].load(scales + (column0 + from / 64 * 64 + g * 8 + from % 64 / 8) * i64(bytes_of(S)));
 #pragma unroll
       for (int j = 0; j < JB; j++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const int column = from + 16 * j + 8 * h + g;
-          const float by = V.run ? 1.0f : scale[0].at(2 * j + h), plus = out.bias_at(column0 + column);
+          const float by = V.run || V.block ? 1.0f : scale[0].at(2 * j + h);
+          const float whole = V.factor ? factor.of<F>(column0 + column) : 1.0f;
+          const float plus = out.bias_at(column0 + column);
 #pragma unroll
           for (int nb = 0; nb < NB; nb++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
               staged[((mw * NB + nb) * 8 + 2 * t + c) * P::ROW + column] =
-                  from_float<T>(total[nb][j][2 * h + c] * by + plus);
+                  from_float<T>(total[nb][j][2 * h + c] * by * whole + plus);
         }
     }
     __syncthreads();

@@ -207,7 +207,7 @@ class Cuda:
                 flat = layout.expected({**spec, "experts": None})
                 wanted = layout.expected(spec)
                 tensors = {s: a for s, a in self.catalog.artifact.tensors(module.name).items() if s in wanted}
-                stacked = {s: len(wanted[s][1]) > len(flat[s][1]) for s in tensors}
+                stacked = {s: wanted[s][1] != flat[s][1] for s in tensors}
                 self._weights[module.name] = self._uploader.upload(module.name, tensors, stacked)
             return self._weights[module.name]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from warptile.formats.canonical import ELEMENTS, SCALE_DTYPES, Level, QuantTensor
+from warptile.formats.canonical import ELEMENTS, SCALE_DTYPES, Level, QuantTensor, from_shards
 from warptile.formats.container import Checkpoint
 from warptile.kernels import marlin
 
@@ -52,12 +52,18 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of linear; ``dtype`` is the activations'."""
+    """One kind of linear; ``dtype`` is the activations'. ``rows`` share a scale, 0: all do; ``low`` to ``high`` are
+    scales, or codes of 8-bit scales; ``whole`` adds a float32 for all of them, or for each of ``shards``."""
 
     element: str = "u4b8"
     zero: bool = False
     scale: str = "f16"
     group: int = 32
+    rows: int = 1
+    whole: bool = False
+    shards: tuple[int, ...] = ()
+    low: float = 0.005
+    high: float = 0.02
     order: bool = False
     bias: str | None = None
     n: int = 72
@@ -67,8 +73,17 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        parts = [self.element, "zero" * self.zero, self.scale, f"g{self.group}", "order" * self.order]
+        rows = "" if self.rows == 1 else f"rows_{self.rows or 'all'}"
+        parts = [self.element, "zero" * self.zero, self.scale, f"g{self.group}", rows, "whole" * self.whole]
+        parts += [f"shards_{len(self.shards)}" * bool(self.shards), "order" * self.order]
         return "-".join([*filter(None, parts), f"bias_{self.bias}" if self.bias else "nobias", f"{self.n}x{self.k}"])
+
+
+def _scales(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    dtype = SCALE_DTYPES[case.scale]
+    if dtype.itemsize == 1:
+        return rng.integers(int(case.low), int(case.high), shape, dtype=np.uint8).view(dtype)
+    return (rng.uniform(case.low, case.high, shape) * rng.choice([-1, 1], shape)).astype(dtype)
 
 
 def random_quant(case: Case) -> QuantTensor:
@@ -76,12 +91,21 @@ def random_quant(case: Case) -> QuantTensor:
     lead = () if case.experts is None else (case.experts,)
     element = ELEMENTS[case.element]
     block = case.k if case.group == -1 else case.group
-    grid = (*lead, case.n, -(-case.k // block))
-    scales = (rng.uniform(0.005, 0.02, grid) * rng.choice([-1, 1], grid)).astype(SCALE_DTYPES[case.scale])
+    parts = (*lead, len(case.shards) or 1, 1)
+    if case.shards and not case.whole:
+        levels = [from_shards(_scales(case, rng, parts), case.shards, case.k)]
+    else:
+        rows = case.rows or case.n
+        levels = [Level(_scales(case, rng, (*lead, -(-case.n // rows), -(-case.k // block))), (rows, block))]
+    grid = levels[0].data.shape
+    if case.whole:
+        data = rng.uniform(0.3, 3, parts).astype(np.float32)
+        levels.append(from_shards(data, case.shards, case.k) if case.shards else Level(data, (case.n, case.k)))
+    codes = np.flatnonzero(np.isfinite(element.values())).astype(np.uint8)
     return QuantTensor(
         element=element,
-        codes=rng.integers(0, 2**element.bits, (*lead, case.n, case.k), dtype=np.uint8),
-        scales=(Level(scales, (1, block)),),
+        codes=rng.choice(codes, (*lead, case.n, case.k)),
+        scales=tuple(levels),
         zero=rng.integers(0, 2**element.bits, grid, dtype=np.uint8) if case.zero else None,
         perm=rng.permutation(case.k).astype(np.int32) if case.order else None,
         bias=None if case.bias is None else rng.standard_normal((*lead, case.n)).astype(SCALE_DTYPES[case.bias]),

@@ -10,11 +10,12 @@ import pytest
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.kernels.launch import Device, Stage
-from warptile.kernels.marlin_plan import TILES, Tiled, choose_decode, plan
+from warptile.kernels.marlin_plan import TILES, Tiled, choose_decode, plan, variants
 
 H200 = Device(arch=90, sms=132, shared=232448)
 RTX_3090 = Device(arch=86, sms=82, shared=101376)
 A100 = Device(arch=80, sms=108, shared=166912)
+LAST = 2**31 - 1
 
 
 def spec_of(n: int, k: int, group: int = 128, **other: object) -> dict[str, object]:
@@ -38,6 +39,11 @@ SPECS = [
     spec_of(200, 300, 48, perm=True, bias="f32", scale="bf16"),
     spec_of(64, 100000, -1, element="u8b128"),
     spec_of(151936, 16, 16, element="u4", zero="int"),
+    spec_of(4096, 7168, scale_block=[128, 128], element="e4m3", scale="f32"),
+    spec_of(576, 7168, -1, scale_block=[576, 7168], element="e4m3", scale="bf16", bias="bf16"),
+    spec_of(200, 300, -1, element="e4m3", shards=[100, 60, 40]),
+    spec_of(5760, 2880, 32, element="e2m1", scale="e8m0", experts=32, bias="bf16"),
+    spec_of(200, 300, 16, element="e2m1", scale="e4m3", shards=[100, 60, 40], **{"global": "f32"}),
 ]
 
 
@@ -96,6 +102,58 @@ def test_scales_that_are_no_column_of_a_group_are_refused() -> None:
         plan({**SPECS[0], "scale_block": [128, 128]}, 1, H200, "f16")
     with pytest.raises(UnsupportedError, match="need one scale for a column and group"):
         plan({**SPECS[0], "shards": [14336, 14336]}, 1, H200, "f16")
+    with pytest.raises(UnsupportedError, match="need blocks of a multiple of 64 columns, not 48"):
+        plan(spec_of(192, 256, 64, element="e4m3", scale_block=[48, 64]), 1, H200, "f16")
+    with pytest.raises(UnsupportedError, match="need at most 4 fused parts, not 5"):
+        plan(spec_of(320, 256, -1, element="e4m3", shards=[64] * 5), 1, H200, "f16")
+    with pytest.raises(UnsupportedError, match="found e2m1 with f16 scales, f16 activations; need e8m0 or e4m3 scales"):
+        plan(spec_of(320, 256, 32, element="e2m1"), 1, H200, "f16")
+
+
+NEVER = (LAST,) * 4
+FP8 = spec_of(256, 512, element="e4m3", scale="f32", scale_block=[128, 128])
+PARTS = {**FP8, "group": -1, "scale_block": [1, 512], "shards": [101, 155]}
+NVFP4 = spec_of(256, 512, 16, element="e2m1", scale="e4m3", **{"global": "f32"})
+
+
+@pytest.mark.parametrize(
+    ("spec", "run", "kind", "pointer", "numbers"),
+    [
+        (spec_of(256, 512, 32, element="e2m1", scale="e8m0"), 2, (0, 0), None, NEVER),
+        (spec_of(256, 512, 16, element="e2m1", scale="e4m3"), 1, (0, 0), None, NEVER),
+        (NVFP4, 1, (0, 1), "global_scale", NEVER),
+        ({**NVFP4, "shards": [128, 64, 64]}, 1, (0, 1), "global_scale", (LAST, 128, 192, LAST)),
+        (FP8, 4, (1, 0), None, (128, LAST, LAST, LAST)),
+        (spec_of(256, 512, 32, element="e4m3", scale_block=[64, 32]), 2, (1, 0), None, (64, LAST, LAST, LAST)),
+        (spec_of(256, 512, 48, element="e4m3"), 1, (0, 0), None, NEVER),
+        (spec_of(256, 512, -1, element="e4m3"), 0, (0, 0), None, NEVER),
+        (spec_of(256, 512, -1, element="e4m3", scale_block=[48, 512]), 0, (1, 1), "scales", (48, LAST, LAST, LAST)),
+        (PARTS, 0, (1, 1), "scales", (LAST, 101, LAST, LAST)),
+    ],
+)
+def test_each_kind_of_scale_is_found_where_the_layout_puts_it(
+    spec: dict[str, object], run: int, kind: tuple[int, int], pointer: str | None, numbers: tuple[int, ...]
+) -> None:
+    for m in (1, 64):
+        stage = plan(spec, m, H200, "bf16").stages[-1]
+        assert stage.variant[4:7] == (run, *kind)
+        assert stage.args[3] == (pointer or "global_scale")
+        at = stage.args.index("ldy") + 2
+        assert stage.args[at : at + 4] == numbers
+
+
+def test_wgmma_names_the_elements_it_does_not_decode() -> None:
+    device = Device(arch=90, sms=132, shared=232448, nvrtc=(13, 5))
+    made = plan(spec_of(4096, 4096, 32, element="e2m1", scale="e8m0"), 64, device, "f16")
+    assert ("wgmma", "decodes integers, not e2m1") in made.rejected
+    assert made.stages[-1].kernel == "marlin_tiled"
+
+
+def test_every_plan_finds_its_kernels_among_those_built_ahead() -> None:
+    ahead = set(variants(80))
+    for spec, m, x_dtype in product(SPECS, (1, 9, 64, 1024), ("f16", "bf16")):
+        for stage in plan(spec, m, A100, x_dtype).stages:
+            assert (stage.kernel, stage.variant, stage.target) in ahead
 
 
 @pytest.mark.parametrize("m", [4, 100])

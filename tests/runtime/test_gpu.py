@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -27,6 +27,22 @@ TOLERANCE = {"float16": 1e-3, "bfloat16": 3e-3}
 SHAPES = ((64, 256), (72, 200), (130, 336), (257, 520), (200, 1003), (320, 192))
 
 
+EXPONENTS = {"low": 115, "high": 123}
+NVFP4 = Case("e2m1", scale="e4m3", group=16, whole=True, low=1, high=60)
+# Shards are where parts begin, in twelfths. Scales of 8 bits lie around 2^-6, below which an e4m3 is subnormal.
+FLOATS = [
+    *(Case("e4m3", scale=s, group=128, rows=128) for s in ("f32", "bf16", "f16")),
+    *(Case("e4m3", scale=s, group=g, rows=r) for s, g, r in (("f32", 32, 64), ("bf16", 48, 192), ("f16", 64, 64))),
+    *(Case("e4m3", scale=s, group=g) for s, g in product(("f32", "bf16", "f16"), (16, 32, 64, -1))),
+    *(Case("e4m3", scale=s, group=-1, rows=r) for s, r in product(("f32", "bf16", "f16"), (0, 48, 128))),
+    *(Case("e4m3", scale="f32", group=-1, shards=parts) for parts in ((6,), (7, 9), (3, 5, 6))),
+    *(Case("e4m3", scale="e8m0", group=g, rows=r, **EXPONENTS) for g, r in ((128, 128), (32, 1), (-1, 1), (-1, 0))),
+    *(Case("e2m1", scale="e8m0", group=g, **EXPONENTS) for g in (16, 32, 64, 128, -1)),
+    *(Case("e2m1", scale="e4m3", group=g, low=1, high=60) for g in (16, 32, 128)),
+    *(replace(NVFP4, shards=parts) for parts in ((), (8,), (2, 7), (3, 5, 6))),
+]
+
+
 def _matrix() -> dict[str, Case]:
     """Every element, scale type and group; shape, act-order and bias drawn so that all of them occur with each."""
     draw, cases = random.Random(7), []
@@ -34,13 +50,38 @@ def _matrix() -> dict[str, Case]:
     for (element, zero), scale, group in product(elements, ("f16", "bf16", "f32"), (16, 32, 64, 128, -1, 48)):
         n, k = draw.choice(SHAPES)
         order, bias = draw.random() < 0.5 and group != -1, draw.choice([None, "f16", "bf16", "f32"])
-        cases.append(Case(element, zero, scale, group, order, bias, n, k, seed=len(cases)))
+        cases.append(Case(element, zero, scale, group, order=order, bias=bias, n=n, k=k, seed=len(cases)))
+    for case in FLOATS:
+        n, k = draw.choice(SHAPES)
+        shards = tuple(n * i // 12 - n * j // 12 for j, i in pairwise((0, *case.shards, 12))) if case.shards else ()
+        bias = draw.choice([None, "f16", "bf16", "f32"])
+        cases.append(replace(case, shards=shards, bias=bias, n=n, k=k, seed=len(cases)))
     return {str(case): case for case in cases}
 
 
 CASES = _matrix()
 SOME = ("u4b8", "u4", "u8b128", "u8")
 LARGE = Case("u4b8", group=128, n=4096, k=4096)
+LARGE_FLOATS = (
+    Case("e4m3", scale="f32", group=128, rows=128, n=4096, k=4096),
+    Case("e2m1", scale="e4m3", group=16, whole=True, low=1, high=100, n=4096, k=4096),
+    Case("e2m1", scale="e8m0", bias="bf16", low=115, high=123, n=5760, k=2880),
+)
+# What would vanish or overflow if scales multiplied 16-bit weights, or were flushed to zero.
+EXTREMES = (
+    Case("e4m3", scale="f32", group=128, rows=128, low=1e-5, high=3e-5, n=200, k=520),
+    Case("e4m3", scale="f32", group=-1, low=1e-5, high=3e-5, n=200, k=520),
+    Case("e4m3", scale="f16", group=64, low=2**-24, high=2**-20, n=200, k=520),
+    Case("e4m3", scale="e8m0", group=-1, rows=0, low=110, high=111, n=200, k=520),
+    Case("e2m1", scale="e4m3", group=16, whole=True, low=1, high=8, n=200, k=520),
+    Case("e2m1", scale="e4m3", group=16, whole=True, low=90, high=105, n=200, k=520),
+)
+LAST_EXPONENTS = (
+    Case("e2m1", scale="e8m0", low=0, high=3, n=200, k=520),
+    Case("e2m1", scale="e8m0", low=245, high=252, n=200, k=520),
+    Case("e2m1", scale="e8m0", group=128, low=0, high=255, n=200, k=520),
+    Case("e4m3", scale="e8m0", group=128, rows=128, low=0, high=3, n=200, k=520),
+)
 
 
 @pytest.fixture(scope="module")
@@ -163,14 +204,67 @@ def test_results_do_not_change_from_run_to_run(cp, matrix, name):
             np.testing.assert_array_equal(bits(matrix.linear(name, x)), first)
 
 
+def assert_one_hot(cp, session, name, q, dtype, ms):
+    to = ACTIVATION[dtype]
+    with np.errstate(over="ignore"):
+        once, twice = (np.float32(dequantize(q, first).T.astype(to)) for first in (np.float64, np.float32))
+    one_hot = np.eye(q.k, dtype=to)
+    for m in ms:
+        for start in range(0, q.k, max(m, 64)):
+            rows = np.arange(start, min(start + m, q.k))
+            y = np.float32(on_host(session.linear(name, on_device(cp, one_hot[rows]))))
+            np.testing.assert_array_equal(y, np.where(y == twice[rows], twice[rows], once[rows]))
+
+
 @pytest.mark.parametrize("dtype", ACTIVATION)
-def test_a_large_matrix(cp, dtype):
-    q = random_quant(LARGE)
+@pytest.mark.parametrize("case", EXTREMES, ids=str)
+def test_small_and_large_scales_keep_their_bits(cp, case, dtype):
+    q = random_quant(case)
+    with Session(InMemory({"p": q}, {})) as s:
+        assert_one_hot(cp, s, "p", q, dtype, (1, 8, 16, 520))
+        for m in (1, 16, 100):
+            x = random_x((m, case.k), dtype)
+            assert_close(on_host(s.linear("p", on_device(cp, x))), exact(q, x), dtype)
+
+
+@pytest.mark.parametrize("case", LAST_EXPONENTS, ids=lambda c: f"{c}-{c.low}-{c.high}")
+def test_powers_of_two_reach_from_the_smallest_to_the_largest_bfloat16(cp, case):
+    """2^-127 and its products are subnormal; weights beyond the largest number are infinite."""
+    q = random_quant(case)
+    with Session(InMemory({"p": q}, {})) as s:
+        assert_one_hot(cp, s, "p", q, "bfloat16", (1, 8, 16, 520))
+
+
+@pytest.mark.parametrize("kind", [
+    Case("e4m3", scale="f32", group=128, rows=128), Case("e4m3", scale="bf16", group=-1, rows=0),
+    Case("e4m3", scale="f16", group=-1), Case("e2m1", scale="e8m0", low=115, high=123),
+    Case("e2m1", scale="e4m3", group=16, whole=True, low=1, high=60),
+    Case("e2m1", scale="e4m3", group=16, whole=True, shards=(100, 36), low=1, high=60),
+], ids=str)  # fmt: skip
+def test_experts_have_scales_and_factors_of_their_own(cp, kind):
+    q = random_quant(replace(kind, bias="f32", n=136, k=192, experts=3))
+    with Session(InMemory({"p": q}, {})) as s:
+        for m, expert in product((1, 40), range(3)):
+            x = random_x((m, 192), "float16")
+            assert_close(on_host(s.linear("p", on_device(cp, x), expert=expert)), exact(q, x, expert), "float16")
+
+
+def test_floats_run_on_kernels_of_ours(cp, matrix):
+    for name, case in CASES.items():
+        for m in (1, 16):
+            assert "marlin_" in str(matrix.explain(name, m)), case
+
+
+@pytest.mark.parametrize("dtype", ACTIVATION)
+@pytest.mark.parametrize("case", [LARGE, *LARGE_FLOATS], ids=str)
+def test_a_large_matrix(cp, case, dtype):
+    q = random_quant(case)
+    bias = 0 if q.bias is None else np.float64(q.bias)
     w = cp.asarray(dequantize(q, np.float64))
     with Session(InMemory({"p": q}, {})) as s:
         for m in (1, 3, 16, 31, 128, 300):
-            x = random_x((m, LARGE.k), dtype)
-            want = (cp.asarray(np.float64(x)) @ w.T).get()
+            x = random_x((m, case.k), dtype)
+            want = (cp.asarray(np.float64(x)) @ w.T).get() + bias
             y = s.linear("p", on_device(cp, x))
             assert_close(on_host(y), want, dtype)
             np.testing.assert_array_equal(bits(s.linear("p", on_device(cp, x))), bits(y))

@@ -1,0 +1,84 @@
+"""Which scales the mma.sync kernels multiply with, and how they find them.
+
+| scales | where they act |
+| --- | --- |
+| of a column and group | fp32 sums of a run of k; integers with scales of x's type: the 16-bit weights |
+| of a block of whole tiles of columns | fp32 sums of a run of k |
+| of a column, all of k | the sum of a warp or tile |
+| of the whole, of fused parts, of blocks as long as k; a global | the finished sum: a factor |
+
+So a product of two 16-bit numbers is never formed that could leave their range, and two levels are not multiplied
+with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from ..formats.canonical import ELEMENTS
+
+Spec = Mapping[str, Any]
+
+FLOATS = ("f16", "bf16", "f32")
+STORED = {"u4b8": False, "u4": True, "u8b128": False, "u8": True, "e4m3": False, "e2m1": False}
+"""Elements with kernels, and whether zero points come with them as a rule."""
+SCALES = {**dict.fromkeys(STORED, FLOATS), "e4m3": (*FLOATS, "e8m0"), "e2m1": ("e8m0", "e4m3")}
+
+TILE = 64
+PARTS = 4
+"""Parts of a fused weight that may have a factor each."""
+NEVER = 2**31 - 1
+
+
+def _parts(spec: Spec) -> bool:
+    """Scales with a factor for each fused part, whatever extent their blocks have in common."""
+    return "shards" in spec and "global" not in spec
+
+
+def refuse(spec: Spec) -> str | None:
+    """None if kernels multiply with the module's scales, else what they need."""
+    block_n, two = spec["scale_block"][0], "global" in spec
+    if spec["element"] != "e4m3" and (block_n != 1 or _parts(spec)):
+        return "one scale for a column and group"
+    if two and spec["scale"] != "e4m3":
+        return "one scale for a column and group"
+    if "shards" in spec and len(spec["shards"]) > PARTS:
+        return f"at most {PARTS} fused parts, not {len(spec['shards'])}"
+    if spec["group"] != -1 and block_n != 1 and block_n % TILE:
+        return f"blocks of a multiple of {TILE} columns, not {block_n}"
+    return None
+
+
+def block(spec: Spec) -> bool:
+    """Whether a scale belongs to whole tiles of columns, or, when it also does to all of k, is a factor."""
+    return spec["scale_block"][0] != 1 or _parts(spec)
+
+
+def factor(spec: Spec) -> bool:
+    """Whether finished sums have a factor."""
+    return "global" in spec or (block(spec) and spec["group"] == -1)
+
+
+def mixed(spec: Spec, x_dtype: str) -> bool:
+    """Scales that would not multiply 16-bit weights with one rounding: they multiply fp32 sums, a second set."""
+    return bool(spec["group"] != -1 and (spec["scale"] != x_dtype or ELEMENTS[spec["element"]].is_float))
+
+
+def args(spec: Spec) -> tuple[int, ...]:
+    """``columns, part1, part2, part3`` of the kernels: extent of a block of columns, where fused parts begin."""
+    starts = (*accumulate(spec["shards"][:-1]),) if "shards" in spec else ()
+    columns = spec["scale_block"][0] if block(spec) and not starts else NEVER
+    return columns, *(*starts, *(NEVER,) * (PARTS - 1))[: PARTS - 1]
+
+
+def kinds(element: str, group: int) -> Iterator[dict[str, Any]]:
+    """What a spec may say of an element's scales in groups of ``group``; every kind of kernel is among them."""
+    for scale in SCALES[element]:
+        one = {"element": element, "scale": scale, "group": group, "zero": "int" if STORED[element] else None}
+        yield {**one, "scale_block": [1, group]}
+        if element == "e4m3":
+            yield {**one, "scale_block": [128, group]}
+        elif scale == "e4m3":
+            yield {**one, "scale_block": [1, group], "global": "f32"}
