@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 
 from ..formats.canonical import Level, QuantTensor
 from .arrays import Operand
+from .cublas import WORKSPACE, Cublas
 from .scratch import Lane, on
 
 Array = NDArray[Any]
-
-FP32_REDUCTIONS = 16
-"""CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: partial sums of a split k stay in fp32."""
 
 CHUNK = 1 << 24
 """Weights decoded at once: eight bytes each of temporary memory."""
@@ -138,53 +136,24 @@ def dense(w: Any, bias: Array | None, dtype: str) -> Dense:
     return Dense(w, "f32", bias_of(bias))
 
 
-def multiply(d: Dense, x: Operand, y: Operand, expert: int | None, lane: Lane, stream: int) -> None:
+def multiply(cublas: Cublas, d: Dense, x: Operand, y: Operand, expert: int | None, lane: Lane, stream: int) -> None:
     """y = x @ W.T + bias on a stream; x and y are matrices of contiguous rows. Hold the lane's lock."""
-    with on(stream):
-        _multiply(d, x, y, expert, lane)
-
-
-def _multiply(d: Dense, x: Operand, y: Operand, expert: int | None, lane: Lane) -> None:
     m, n, k, ldx, ldy = x.rows, y.shape[-1], x.shape[-1], x.row_stride, y.row_stride
     assert ldx is not None
     assert ldy is not None
-    weight = d.weight if expert is None else d.weight[expert]
+    weight = (d.weight if expert is None else d.weight[expert]).data.ptr
     bias = None if d.bias is None else d.bias if expert is None else d.bias[expert]
+    workspace = lane.buffer("cuBLAS workspace", WORKSPACE)
     source, ld, pointer = d.dtype, ldx, x.pointer
-    if d.dtype == "f32":
-        wide = view(lane.buffer("widened x", m * k * 4), (m, k), (k, 1), "float32", lane)
-        _cast(f"{x.dtype} to f32")(view(x.pointer, (m, k), (ldx, 1), BITS[x.dtype], x.owner), wide)
-        ld, pointer = k, wide.data.ptr
-    if d.dtype != "f32" and bias is None:
-        _gemm(m, n, k, weight.data.ptr, pointer, ld, source, y.pointer, ldy, source)
-        return
-    sums = view(lane.buffer("fp32 sums", m * n * 4), (m, n), (n, 1), "float32", lane)
-    _gemm(m, n, k, weight.data.ptr, pointer, ld, source, sums.data.ptr, n, "f32")
-    target = view(y.pointer, (m, n), (ldy, 1), BITS[y.dtype], y.owner)
-    _cast(f"f32 to {y.dtype}")(sums, np.float32(0) if bias is None else bias, target)
-
-
-def _gemm(m: int, n: int, k: int, w: int, x: int, ldx: int, source: str, y: int, ldy: int, target: str) -> None:
-    """Row-major y[m, n] = x[m, k] w[n, k].T, which cuBLAS sees as column-major y^T = w x^T."""
-    import cupy
-    from cupy.cuda import runtime
-
-    try:
-        from cupy.cuda import cublas
-    except ImportError as error:
-        raise RuntimeError(f"cuBLAS does not load ({error}); pip install nvidia-cublas") from None
-    types = {"f16": runtime.CUDA_R_16F, "bf16": runtime.CUDA_R_16BF, "f32": runtime.CUDA_R_32F}
-    if max(m, n, k, ldx, ldy) >= 2**31:
-        raise ValueError(f"cuBLAS takes extents below 2^31; got m={m}, n={n}, k={k}, ldx={ldx}, ldy={ldy}")
-    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-    handle = cupy.cuda.device.get_cublas_handle()
-    before = cublas.getMathMode(handle)
-    cublas.setMathMode(handle, FP32_REDUCTIONS)
-    try:
-        cublas.gemmEx(
-            handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k,
-            one.ctypes.data, w, types[source], k, x, types[source], ldx,
-            zero.ctypes.data, y, types[target], ldy, cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT,
-        )  # fmt: skip
-    finally:
-        cublas.setMathMode(handle, before)
+    with on(stream):
+        if d.dtype == "f32":
+            wide = view(lane.buffer("widened x", m * k * 4), (m, k), (k, 1), "float32", lane)
+            _cast(f"{x.dtype} to f32")(view(x.pointer, (m, k), (ldx, 1), BITS[x.dtype], x.owner), wide)
+            ld, pointer = k, wide.data.ptr
+        if d.dtype != "f32" and bias is None:
+            cublas.gemm(m, n, k, weight, pointer, ld, source, y.pointer, ldy, source, stream, workspace)
+            return
+        sums = view(lane.buffer("fp32 sums", m * n * 4), (m, n), (n, 1), "float32", lane)
+        cublas.gemm(m, n, k, weight, pointer, ld, source, sums.data.ptr, n, "f32", stream, workspace)
+        target = view(y.pointer, (m, n), (ldy, 1), BITS[y.dtype], y.owner)
+        _cast(f"f32 to {y.dtype}")(sums, np.float32(0) if bias is None else bias, target)

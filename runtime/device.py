@@ -17,6 +17,7 @@ from ..kernels import layouts
 from . import build
 from .arrays import ACTIVATIONS, ITEM, CupyKind, Kind, NumpyKind, Operand, host_view
 from .catalog import Catalog, Module
+from .cublas import Cublas
 from .dense import BITS, Dense, bias_of, decode, dense, multiply, view
 from .launch import Bound, Kernels, describe
 from .load import Uploader, Weights
@@ -84,6 +85,7 @@ class Cuda:
         self._lock = threading.RLock()
         self._weights: dict[str, Weights] = {}
         self._dense: dict[tuple[str, str], Dense] = {}
+        self._cublas: Cublas | None = None
         self._bound: dict[tuple[str, str, int, bool], Bound] = {}
         with current(index):
             self.facts = _facts(index, cubins)
@@ -156,7 +158,8 @@ class Cuda:
             lane = self._lanes.of(stream)
             with lane.lock:
                 if isinstance(bound, Dense):
-                    _multiply(bound, module, part, to, expert, lane, stream)
+                    assert self._cublas is not None
+                    _multiply(self._cublas, bound, module, part, to, expert, lane, stream)
                 else:
                     _launch(bound, stream, part, to, expert or 0, lane)
             self._lanes.settle(lane)
@@ -215,6 +218,7 @@ class Cuda:
         """Decoded in a pool of its own, so that the temporaries go back to the device."""
         import cupy
 
+        self._cublas = self._cublas or Cublas()
         with cupy.cuda.using_allocator(self._pool.malloc):
             if module.element == dtype:
                 weight, bias = self.catalog.plain(module)
@@ -304,6 +308,8 @@ class Cuda:
             self._weights.clear()
             self._lanes.clear()
             self._kernels.close()
+            if self._cublas is not None:
+                self._cublas.close()
 
 
 def _launch(bound: Bound, stream: int, x: Operand, out: Operand, expert: int, lane: Lane) -> None:
@@ -315,9 +321,11 @@ def _launch(bound: Bound, stream: int, x: Operand, out: Operand, expert: int, la
         raise
 
 
-def _multiply(d: Dense, module: Module, x: Operand, out: Operand, expert: int | None, lane: Lane, stream: int) -> None:
+def _multiply(
+    cublas: Cublas, d: Dense, module: Module, x: Operand, out: Operand, expert: int | None, lane: Lane, stream: int
+) -> None:
     try:
-        multiply(d, x, out, expert, lane, stream)
+        multiply(cublas, d, x, out, expert, lane, stream)
     except RuntimeError as error:
         raise RuntimeError(f"{module.name}: cuBLAS: {error}; m={x.rows}, n={module.n}, k={module.k}") from error
 

@@ -163,6 +163,24 @@ def assert_close(y, want, dtype):
     assert error <= TOLERANCE[dtype], f"error {error:.2e}"
 
 
+class Capture:
+    """Captures what a stream is given into ``graph``; ended whatever happens, so one failure spoils no other test."""
+
+    def __init__(self, cp, stream, mode="streamCaptureModeRelaxed"):
+        self._stream, self._mode = stream, getattr(cp.cuda.runtime, mode)
+
+    def __enter__(self):
+        self._stream.__enter__()
+        self._stream.begin_capture(self._mode)
+        return self
+
+    def __exit__(self, kind, error, at):
+        try:
+            self.graph = self._stream.end_capture()
+        finally:
+            self._stream.__exit__(None, None, None)
+
+
 def bits(y):
     return on_host(y).view(np.uint16)
 
@@ -470,10 +488,9 @@ def test_a_captured_graph_replays_with_new_contents(cp, session, m, name):
     stream = cp.cuda.Stream(non_blocking=True)
     x, out = cp.zeros((m, k), cp.float16), cp.zeros((m, 200), cp.float16)
     cp.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
+    with Capture(cp, stream) as captured:
         session.linear(name, x, out=out)
-        graph = stream.end_capture()
+    graph = captured.graph
     session.release()
     held = session.scratch_bytes
     session.linear(name, cp.ones((m + 1, k), cp.float16))
@@ -497,11 +514,10 @@ def test_two_graphs_of_one_stream_replay_at_the_same_time(cp):
         want = [bits(s.linear("p", x)) for x in xs]
         graphs = []
         for x, out in zip(xs, outs, strict=True):
-            with stream:
-                stream.begin_capture()
+            with Capture(cp, stream) as captured:
                 for _ in range(10):
                     s.linear("p", x, out=out)
-                graphs.append(stream.end_capture())
+            graphs.append(captured.graph)
         cp.cuda.Device().synchronize()
         elsewhere = [cp.cuda.Stream(non_blocking=True) for _ in graphs]
         for _ in range(5):
@@ -517,17 +533,12 @@ def test_two_graphs_of_one_stream_replay_at_the_same_time(cp):
 def test_a_cold_call_inside_a_capture_names_prepare(cp, session, name, mode):
     stream = cp.cuda.Stream(non_blocking=True)
     x, out = cp.zeros((4, session.module(name).k), cp.float16), cp.zeros((4, 200), cp.float16)
-    with stream:
-        stream.begin_capture(getattr(cp.cuda.runtime, mode))
-        with pytest.raises(RuntimeError, match=r"session\.prepare\(4\)"):
-            session.linear(name, x, out=out)
-        stream.end_capture()
-    session.prepare(4)
-    with stream:
-        stream.begin_capture(getattr(cp.cuda.runtime, mode))
+    with Capture(cp, stream, mode), pytest.raises(RuntimeError, match=r"session\.prepare\(4\)"):
         session.linear(name, x, out=out)
-        graph = stream.end_capture()
-    graph.launch(stream)
+    session.prepare(4)
+    with Capture(cp, stream, mode) as captured:
+        session.linear(name, x, out=out)
+    captured.graph.launch(stream)
     stream.synchronize()
     np.testing.assert_array_equal(bits(out), bits(session.linear(name, x)))
 
