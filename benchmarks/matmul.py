@@ -216,25 +216,30 @@ def plot(results: Path, picture: Path) -> None:
     rows = [r for r in rows if (r["element"], r["group"], r["dtype"]) == ("u4b8", 128, "float16")]
     newest: dict[tuple[int, int], dict[int, dict[str, Any]]] = defaultdict(dict)
     for r in rows:
-        newest[r["n"], r["k"]][r["m"]] = r
+        point = newest[r["n"], r["k"]].setdefault(r["m"], {})
+        point.update({key: value for key, value in r.items() if value is not None or key not in point})
     figure, axes = pyplot.subplots(1, len(newest), figsize=(5 * len(newest), 4), sharey=True, squeeze=False)
     for ax, ((n, k), by_m) in zip(axes[0], sorted(newest.items()), strict=True):
         ms = sorted(by_m)
         roof = [max(by_m[m]["read_us"], 2 * m * n * k / PEAK / 1e6) for m in ms]
-        for key, label in (("cublas_us", "cuBLAS fp16"), ("humming_us", "Humming"), ("us", "warptile")):
-            points = [(m, by_m[m][key] / r) for m, r in zip(ms, roof, strict=True) if by_m[m][key]]
-            ax.plot(*zip(*points, strict=True), marker="o", label=label, linewidth=2.5 if key == "us" else 1.2)
+        for key, label, colour in LINES:
+            points = [(m, by_m[m][key] / r) for m, r in zip(ms, roof, strict=True) if by_m[m].get(key)]
+            if points:
+                width = 2.5 if key == "us" else 1.2
+                ax.plot(*zip(*points, strict=True), marker="o", label=label, color=colour, linewidth=width)
         ax.axhline(1, color="black", linewidth=0.8)
         ax.set(xscale="log", yscale="log", title=f"{n} x {k}", xlabel="M (rows of x)")
         ax.set_xticks(ms, [str(m) for m in ms], rotation=60, fontsize=7)
         ax.set_xticks([], minor=True)
     axes[0][0].set_ylabel("time / roof  (1 = speed of light)")
     axes[0][0].set_yticks([1, 1.5, 2, 3, 4, 6], ["1", "1.5", "2", "3", "4", "6"])
-    axes[0][0].legend()
+    axes[0][-1].legend()
     figure.suptitle("int4, group 128, fp16 activations, NVIDIA H200: lower is better")
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
 
+
+LINES = (("cublas_us", "cuBLAS fp16", "tab:blue"), ("humming_us", "Humming", "tab:orange"), ("us", "warptile", "black"))
 
 PEAK = 750
 """TFLOP/s of an 8192^3 fp16 product on an H200 (680-750 measured 2026-11-29): the roof of large M."""
