@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import numpy as np
 from shapes import MS, SHAPES, Shape
 from timing import copies, graph_time, torch_graph_time
 from warptile.formats import artifact
-from warptile.formats.canonical import ELEMENTS, Level, QuantTensor, dequantize
+from warptile.formats.canonical import ELEMENTS, SCALE_DTYPES, Level, QuantTensor, dequantize, grid_shape
 from warptile.formats.container import Checkpoint, Entry, dtype_name, write_safetensors
 from warptile.kernels import marlin
 from warptile.runtime import Session
@@ -36,22 +37,39 @@ CHECKED_FEATURES, CHECKED_ROWS = 512, 64
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
+# (element, group): scale levels as (dtype, rows of a block), the whole being (f32, None). Others have one for a row.
+LEVELS = {
+    ("e4m3", 128): (("f32", 128),),
+    ("e2m1", 32): (("e8m0", 1),),
+    ("e2m1", 16): (("e4m3", 1), ("f32", None)),
+}
+
+
 def random_linear(shape: Shape, element: str, group: int, scale: str) -> QuantTensor:
-    """Random codes and scales, zero points where the element has no bias of its own."""
+    """Random codes (never NaN) and scales; zero points for the integers that have no bias of their own."""
     rng = np.random.default_rng(0)
     e = ELEMENTS[element]
-    grid = (shape.n, 1 if group == -1 else -(-shape.k // group))
-    scales = (rng.random(grid) * 0.01 + 0.005).astype(DTYPES[scale])
-    return QuantTensor(
-        e,
-        rng.integers(0, 2**e.bits, (shape.n, shape.k), dtype=np.uint8),
-        (Level(scales, (1, shape.k if group == -1 else group)),),
-        zero=None if e.bias else rng.integers(0, 2**e.bits, grid, dtype=np.uint8),
-    )
+    codes = rng.integers(0, 2**e.bits, (shape.n, shape.k), dtype=np.uint8)
+    if e.finite_nan:
+        codes[codes & 0x7F == 0x7F] = 0
+    levels = []
+    for dtype, rows in LEVELS.get((element, group), ((scale, 1),)):
+        block = (rows, shape.k if group == -1 else group) if rows else (shape.n, shape.k)
+        data = rng.random(grid_shape(shape.n, shape.k, block)) * 0.01 + 0.005
+        levels.append(Level(data.astype(SCALE_DTYPES[dtype]), block))
+    integer = not e.is_float and not e.bias
+    zero = rng.integers(0, 2**e.bits, levels[0].data.shape, dtype=np.uint8) if integer else None
+    return QuantTensor(e, codes, tuple(levels), zero=zero)
 
 
-def write_copies(path: Path, q: QuantTensor) -> list[str]:
-    """An artifact with as many copies of the module as overflow L2. Returns their names."""
+def head_of(q: QuantTensor, n: int) -> QuantTensor:
+    """The first n output features."""
+    scales = tuple(Level(level.data[: -(-n // level.block[0])], level.block) for level in q.scales)
+    return replace(q, codes=q.codes[:n], scales=scales, zero=None if q.zero is None else q.zero[:n])
+
+
+def write_copies(path: Path, q: QuantTensor) -> tuple[list[str], int]:
+    """An artifact with as many copies of the module as overflow L2. Returns their names, and the bytes of each."""
     tensors, spec = marlin.pack(q)
     names = [f"w{i}" for i in range(copies(tensors["qweight"].nbytes))]
     spec = artifact.module_spec(spec, {"format": "benchmark"})
@@ -61,7 +79,7 @@ def write_copies(path: Path, q: QuantTensor) -> list[str]:
         for suffix, data in tensors.items()
     ]
     write_safetensors(path, entries, artifact.metadata(Checkpoint(path, {}), dict.fromkeys(names, spec)))
-    return names
+    return names, sum(data.nbytes for data in tensors.values())
 
 
 def error(y: Any, x: Any, reference: np.ndarray) -> float:
@@ -154,19 +172,13 @@ def measure(shape: Shape, args: argparse.Namespace, record: dict[str, Any]) -> l
     import torch
 
     rows = []
-    q = random_linear(shape, args.element, args.group, args.scale or args.dtype)
-    head = QuantTensor(
-        q.element,
-        q.codes[:CHECKED_FEATURES],
-        (Level(q.scales[0].data[:CHECKED_FEATURES], q.scales[0].block),),
-        zero=None if q.zero is None else q.zero[:CHECKED_FEATURES],
-    )
-    reference = dequantize(head, np.float64)
+    q = random_linear(shape, args.element, args.group, args.scale or {"float16": "f16", "bfloat16": "bf16"}[args.dtype])
+    reference = dequantize(head_of(q, CHECKED_FEATURES), np.float64)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "copies.safetensors"
-        names = write_copies(path, q)
+        names, nbytes = write_copies(path, q)
         session = stack.enter_context(Session(path))
-        weights_read = read_time(shape.bytes(0, q.element.bits, args.group))
+        weights_read = read_time(nbytes)
         layers: list[Any] = []
         for m in args.m:
             x = np.random.default_rng(m).standard_normal((m, shape.k)).astype(DTYPES[args.dtype])
@@ -247,10 +259,10 @@ PEAK = 750
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--element", default="u4b8", choices=["u4b8", "u4", "u8b128", "u8"])
+    parser.add_argument("--element", default="u4b8", choices=["u4b8", "u4", "u8b128", "u8", "e4m3", "e2m1"])
     parser.add_argument("--group", type=int, default=128)
     parser.add_argument("--dtype", default="float16", choices=list(DTYPES), help="activations")
-    parser.add_argument("--scale", choices=list(DTYPES), help="scales, by default the activations' type")
+    parser.add_argument("--scale", choices=list(SCALE_DTYPES), help="scales, by default the activations' type")
     parser.add_argument("--m", type=lambda text: [int(m) for m in text.split(",")], default=list(MS))
     parser.add_argument("--shape", action="append", type=lambda s: Shape(*map(int, s.split("x"))), help="NxK")
     parser.add_argument("--humming-m", type=lambda text: [int(m) for m in text.split(",")], default=list(MS))

@@ -1,4 +1,4 @@
-"""The shapes the tables use (Llama-class projections), and the bytes one product must move."""
+"""The shapes the tables use (Llama-class projections)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from dataclasses import dataclass
 class Shape:
     n: int
     k: int
-
-    def bytes(self, m: int, bits: int, group: int, scale_bytes: int = 2) -> int:
-        """Each weight, scale, activation and output once; activations and outputs in 16 bit."""
-        groups = 1 if group == -1 else self.k // group
-        return self.n * self.k * bits // 8 + self.n * groups * scale_bytes + 2 * m * (self.n + self.k)
 
 
 SHAPES = (Shape(4096, 4096), Shape(14336, 4096), Shape(28672, 8192))
