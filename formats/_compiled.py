@@ -27,45 +27,52 @@ EDGE = 8  # blocks below one another that ``transpose`` turns in a row: they fil
 
 
 @compiled
-def pack_tiles(codes: Array, members: Array, shifts: Array, terms: Array, out: Array) -> None:
+def pack_tiles(codes: Array, members: Array, shifts: Array, firsts: Array, folds: Array, out: Array) -> None:
     """uint8 [K, N] -> uint32 [K / k, N / n * words a tile], tables as in ``bits.Tables``."""
     sets, size = members.shape
-    n = shifts.shape[1]
-    several, words = terms.shape
-    parts = np.empty(sets * n, np.uint32)
+    n, words, length = shifts.shape[1], firsts.size, members.shape[0] * shifts.shape[1]
+    quads = size - size % 4
+    # Beyond its end every part is zero, so that folding needs no bounds.
+    parts = np.zeros(2 * length, np.uint32)
     for i in range(out.shape[0]):
         for j in range(codes.shape[1] // n):
+            top, left = i * sets * size, j * n
             for s in range(sets):
                 part = parts[s * n : (s + 1) * n]
-                part[:] = 0
-                for r in range(0, size - size % 4, 4):
+                if quads == 0:
+                    part[:] = 0
+                for r in range(0, quads, 4):
                     m0, m1, m2, m3 = members[s, r], members[s, r + 1], members[s, r + 2], members[s, r + 3]
                     a, b, c, d = shifts[m0], shifts[m1], shifts[m2], shifts[m3]
-                    top, left = i * sets * size, j * n
                     w = codes[top + m0, left : left + n]
                     x = codes[top + m1, left : left + n]
                     y = codes[top + m2, left : left + n]
                     z = codes[top + m3, left : left + n]
-                    for v in range(n):
-                        part[v] |= (
-                            np.uint32(w[v]) << a[v]
-                            | np.uint32(x[v]) << b[v]
-                            | np.uint32(y[v]) << c[v]
-                            | np.uint32(z[v]) << d[v]
-                        )
-                for r in range(size - size % 4, size):
-                    row = codes[i * sets * size + members[s, r], j * n : (j + 1) * n]
-                    shift = shifts[members[s, r]]
+                    if r == 0:
+                        for v in range(n):
+                            low = np.uint32(w[v]) << a[v] | np.uint32(x[v]) << b[v]
+                            part[v] = low | np.uint32(y[v]) << c[v] | np.uint32(z[v]) << d[v]
+                    else:
+                        for v in range(n):
+                            low = np.uint32(w[v]) << a[v] | np.uint32(x[v]) << b[v]
+                            part[v] |= low | np.uint32(y[v]) << c[v] | np.uint32(z[v]) << d[v]
+                for r in range(quads, size):
+                    row, shift = codes[top + members[s, r], left : left + n], shifts[members[s, r]]
                     for v in range(n):
                         part[v] |= np.uint32(row[v]) << shift[v]
+            if folds.size == 1:
+                near, far = parts[:length], parts[folds[0] : folds[0] + length]
+                for v in range(length):
+                    near[v] |= far[v]
+            elif folds.size > 1:
+                for v in range(length):
+                    value = parts[v]
+                    for f in range(folds.size):
+                        value |= parts[v + folds[f]]
+                    parts[v] = value
             tile = out[i, j * words : (j + 1) * words]
-            first = terms[0]
             for v in range(words):
-                tile[v] = parts[first[v]]
-            for t in range(1, several):
-                more = terms[t]
-                for v in range(words):
-                    tile[v] |= parts[more[v]]
+                tile[v] = parts[firsts[v]]
 
 
 @compiled

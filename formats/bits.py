@@ -161,8 +161,10 @@ class Tables:
     """[k, n]: the bit of its word at which a code begins."""
     places: Array
     """[sets, n]: the word that the codes of a column of a set are in."""
-    terms: Array
-    """[columns of a word, words]: the entries of ``places``, flat, that are this word."""
+    firsts: Array
+    """[words]: the first entry of ``places``, flat, that is this word."""
+    folds: Array
+    """[columns of a word - 1]: how far behind it the others are, the same in every word."""
 
 
 @dataclass(frozen=True)
@@ -193,10 +195,11 @@ class Tile:
         word, field = self._fields()
         places, which = np.unique(word, axis=0, return_inverse=True)
         members = np.argsort(which.reshape(-1), kind="stable").reshape(len(places), -1)
-        terms = np.argsort(places.reshape(-1), kind="stable").reshape(self.k * self.n * self.bits // 32, -1).T
-        return Tables(
-            *(np.ascontiguousarray(table, np.uint32) for table in (members, field * self.bits, places, terms))
-        )
+        terms = np.argsort(places.reshape(-1), kind="stable").reshape(self.k * self.n * self.bits // 32, -1)
+        folds = terms[0, 1:] - terms[0, 0]
+        assert (terms[:, 1:] - terms[:, :1] == folds).all(), "the columns of a word lie alike in every word"
+        tables = members, field * self.bits, places, terms[:, 0], folds
+        return Tables(*(np.ascontiguousarray(table, np.uint32) for table in tables))
 
     def pack(self, codes: Array) -> Array:
         """uint8 [.., K, N] -> int32 [.., K / k, N / n * words a tile]; K and N are multiples of the tile's."""
@@ -206,7 +209,7 @@ class Tile:
             words, t = np.empty((*lead, K // self.k, N * self.k * self.bits // 32), np.uint32), self.tables
             matrix = contiguous(codes) if not lead else codes
             fast.pack_tiles(
-                plain(matrix).reshape(-1, N), t.members, t.shifts, t.terms, words.reshape(-1, words.shape[-1])
+                plain(matrix).reshape(-1, N), t.members, t.shifts, t.firsts, t.folds, words.reshape(-1, words.shape[-1])
             )
             return words.view(np.int32)
         tiles = codes.reshape(*lead, K // self.k, self.k, N // self.n, self.n).swapaxes(-3, -2)
