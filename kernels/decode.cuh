@@ -26,18 +26,22 @@ struct Zero {
   u32 near, far;
 };
 
-// Float codes of E, one with its top bit UP bits below the top of each half of `w`, as a pair of T; exact. The code's
-// exponent and mantissa land in T's lowest exponent bits, where both number the same steps, subnormal ones too; a
-// product by a power of two makes up for the biases. Ten integer instructions for a word of e2m1: a PRMT table takes
-// fifteen, because a code's sign lies where its selector wants another bit.
+// A float code of E whose exponent and mantissa stand in the lowest exponent and highest mantissa bits of a T is the
+// same number but for a power of two, that of the two biases; subnormal codes too. POWER is that power, twice in a pair.
+template <Dtype T>
+constexpr int EXPONENT = T == Dtype::f16 ? 5 : 8;
+template <Dtype T>
+constexpr int MANTISSA = 15 - EXPONENT<T>;
+template <Element E, Dtype T>
+constexpr u32 POWER = (u32((1 << EXPONENT<T>) - 2 - facts(E).bias) << MANTISSA<T>) * 0x00010001u;
+
+// Float codes, one with its top bit UP bits below the top of each half of `w`, as a pair of T; exact. Ten integer
+// instructions for a word of e2m1; a PRMT table takes fifteen, because a sign lies where its selector has another use.
 template <Element E, Dtype T, int UP>
 DEVICE u32 widened(u32 w) {
-  constexpr int exponent = T == Dtype::f16 ? 5 : 8, mantissa = 15 - exponent, bias = (1 << (exponent - 1)) - 1;
-  constexpr u32 width = facts(E).exponent + facts(E).mantissa;
-  constexpr u32 field = ((1u << width) - 1) << (mantissa - facts(E).mantissa);
-  constexpr u32 power = u32(2 * bias - facts(E).bias) << mantissa;
-  const u32 magnitude = shift<UP - exponent + facts(E).exponent>(w) & field * 0x00010001u;
-  return mul2<T>(lop3<AND_OR>(shift<UP>(w), SIGNS, magnitude), power * 0x00010001u);
+  constexpr u32 field = ((1u << (facts(E).exponent + facts(E).mantissa)) - 1) << (MANTISSA<T> - facts(E).mantissa);
+  const u32 magnitude = shift<UP - EXPONENT<T> + facts(E).exponent>(w) & field * 0x00010001u;
+  return mul2<T>(lop3<AND_OR>(shift<UP>(w), SIGNS, magnitude), POWER<E, T>);
 }
 
 // E: the stored codes. T: f16 or bf16, the type of the MMA. WITH_ZERO: zero points from memory instead of E's bias.
@@ -83,7 +87,16 @@ struct Decode {
 
   // Code words of one block -> its A fragment; every value is exact.
   static DEVICE void block(const u32* w, Zero low, Zero high, u32 (&a)[4]) {
-    if constexpr (FLOAT) {
+    if constexpr (FLOAT && BITS == 4 && T == Dtype::f16) {
+      // As widened(), but sign, exponent and mantissa fill the upper byte of an f16: four codes at once, then pairs.
+      const u32 even = lop3<AND_OR>(w[0] << 4, 0x80808080u, w[0] << 1 & 0x0E0E0E0Eu);
+      const u32 odd = lop3<AND_OR>(w[0], 0x80808080u, w[0] >> 3 & 0x0E0E0E0Eu);
+      constexpr u32 power = POWER<E, T>;
+      a[0] = mul2<T>(prmt<0x2404>(even, 0), power);
+      a[1] = mul2<T>(even & 0xFF00FF00u, power);
+      a[2] = mul2<T>(prmt<0x2404>(odd, 0), power);
+      a[3] = mul2<T>(odd & 0xFF00FF00u, power);
+    } else if constexpr (FLOAT) {
       a[0] = widened<E, T, 16 - BITS>(w[0]);
       a[1] = widened<E, T, BITS>(w[WORDS - 1]);
       a[2] = widened<E, T, 16 - 2 * BITS>(w[0]);
