@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -205,7 +206,9 @@ def bench(name: str, directory: Path, size: float, repeat: int) -> Iterator[dict
             cp = copy(weights, directory / "copy")
             command = [sys.executable, "-m", "warptile.convert", f"{source}-to-{layout}", str(src), str(dst), "--quiet"]
             os.sync()
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
             wall, peak, _ = measured(command)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
             check, check_peak, _ = measured([*command[:3], "verify", str(dst), "--against", str(src), "--quiet"])
             shutil.rmtree(dst)
             pack = float(measured([sys.executable, "-c", PACK, str(src), layout])[2])
@@ -214,6 +217,7 @@ def bench(name: str, directory: Path, size: float, repeat: int) -> Iterator[dict
                 "gb": round(nbytes_in / 1e9, 3),
                 "cp_s": round(cp, 2),
                 "convert_s": round(wall, 2),
+                "cpu_s": round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 2),
                 "ratio": round(wall / cp, 2),
                 "convert_gbps": round(nbytes_in / wall / 1e9, 2),
                 "pack_gbps": round(nbytes_in / pack / 1e9, 2),

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,8 @@ def convert(
     checkpoint = open_checkpoint(src, Options(**options))
     plan = planning.make(checkpoint, source, to, widen=widen)
     _check_converted(plan, strict)
+    if find_spec("numba") is None:
+        checkpoint.note("", "numba cannot be imported: codes are moved by NumPy, ten times slower")
     if is_file(dst) and checkpoint.side_files:
         checkpoint.note("", f"one file has no place for {len(checkpoint.side_files)} side files: not copied")
     sizes = [sum(t.nbytes for t in piece) for piece in plan.pieces]

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from warptile.convert import convert, executors, jobs, verify
-from warptile.formats import safetensors_file
+from warptile.convert import convert, executors, jobs, pipeline, verify
+from warptile.formats import bits, safetensors_file
 from warptile.formats.errors import UsageError, WarptileError
 
 # The command line; after the second shard it prints a line and waits.
@@ -233,6 +233,14 @@ def test_without_the_package_a_scheduler_is_a_usage_error(src, monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(UsageError, match="needs the package distributed"):
         convert(src, to="marlin", scheduler="tcp://127.0.0.1:1")
+
+
+def test_without_numba_the_bytes_are_the_same_and_a_note_says_it(src, want, monkeypatch):
+    monkeypatch.setattr(pipeline, "find_spec", lambda name: None)
+    monkeypatch.setattr(bits, "_compiled", lambda: None)
+    result = convert(src, to="marlin", max_shard_size="4KB")
+    assert files(result.dst) == want
+    assert any("numba" in text for _, text in result.notes)
 
 
 def test_records_tell_sizes_and_checksums(src):
