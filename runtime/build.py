@@ -15,14 +15,11 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -31,6 +28,7 @@ from typing import Any, NamedTuple
 
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 from ..formats.errors import UnsupportedError, UsageError, WarptileError
+from .cubin import Cubin, disassembler, resources, spills_in_loop
 
 FLAGS = ("-std=c++20", "--ptxas-options=-v", "-default-device")
 COMPILER = "nvrtc.json"
@@ -52,25 +50,6 @@ class Request(NamedTuple):
     @property
     def expression(self) -> str:
         return f"{self.kernel}<Variant{{{', '.join(map(str, self.variant))}}}>"
-
-
-@dataclass(frozen=True)
-class Cubin:
-    image: bytes
-    entry: str
-    """The entry's name inside the image."""
-    log: str
-    """What the compiler said; ptxas's resource report among it."""
-
-
-class Resources(NamedTuple):
-    """ptxas's report on one kernel. Spills are bytes; ``notes`` are its C75xx remarks (serialised or unsafe wgmma)."""
-
-    registers: int
-    shared: int
-    spills: int
-    """Bytes in all; a few, once for each output tile, cost nothing."""
-    notes: tuple[str, ...]
 
 
 def elements_header() -> str:
@@ -252,48 +231,6 @@ def compile(kernel: str, variant: Sequence[int], target: str, cubins: str | Path
     except OSError as error:
         warnings.warn(f"kernels are compiled anew in every process: {error}; set WARPTILE_CACHE", stacklevel=2)
     return cubin
-
-
-def resources(cubin: Cubin) -> Resources:
-    """What ptxas reported of the entry itself."""
-    number = {
-        what: max((int(v) for v in re.findall(pattern, cubin.log)), default=0)
-        for what, pattern in (
-            ("registers", r"Used (\d+) registers"),
-            ("shared", r"(\d+) bytes smem"),
-            ("stores", r"(\d+) bytes spill stores"),
-            ("loads", r"(\d+) bytes spill loads"),
-        )
-    }
-    notes = tuple(sorted(set(re.findall(r"C75\d\d[^\n]*", cubin.log))))
-    return Resources(number["registers"], number["shared"], number["stores"] + number["loads"], notes)
-
-
-def disassembler() -> str | None:
-    """nvdisasm, from the path or from its wheel (nvidia-cuda-nvdisasm)."""
-    spec = find_spec("nvidia")
-    roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    wheels = [str(p) for root in roots for p in sorted(root.glob("*/bin/nvdisasm"))]
-    return shutil.which("nvdisasm") or next(iter(wheels), None)
-
-
-def disassemble(image: bytes, tool: str) -> list[str]:
-    """The instructions of a cubin, in order, without predicates: ``["LDG.E.128.CONSTANT", ...]``."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(image)
-        file.flush()
-        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text, re.MULTILINE)
-
-
-def spills_in_loop(cubin: Cubin, tool: str | None) -> int:
-    """Local-memory instructions among the matrix instructions; any spill counts when there is no disassembler."""
-    if resources(cubin).spills == 0 or tool is None:
-        return resources(cubin).spills
-    sass = disassemble(cubin.image, tool)
-    multiplies = [i for i, op in enumerate(sass) if op.startswith(("HMMA", "HGMMA", "IMMA", "QMMA", "QGMMA"))]
-    loop = sass[multiplies[0] : multiplies[-1]] if multiplies else sass
-    return sum(op.startswith(("LDL", "STL")) for op in loop)
 
 
 def _parallel(requests: Iterable[Request], jobs: int) -> Iterator[tuple[Request, Cubin]]:

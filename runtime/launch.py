@@ -12,8 +12,8 @@ from typing import Any
 
 from ..kernels.launch import Plan, Stage
 from .arrays import ITEM, Operand
-from .build import Cubin
 from .build import compile as build_cubin
+from .cubin import Cubin
 from .load import Weights
 from .scratch import Lane
 

@@ -11,6 +11,7 @@ from warptile.formats.canonical import ELEMENTS, SCALE_DTYPES
 from warptile.formats.errors import UnsupportedError, WarptileError
 from warptile.kernels.marlin_plan import covering, variants
 from warptile.runtime import build
+from warptile.runtime import cubin as cubins
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 try:
@@ -32,17 +33,17 @@ def test_device_enumerations_are_the_canonical_rows() -> None:
 @pytest.mark.parametrize("request_", [DECODE, TILED], ids=lambda r: r.kernel)
 def test_weights_arrive_in_16_byte_loads_and_nothing_spills(request_: build.Request) -> None:
     cubin = build.build(request_)
-    report = build.resources(cubin)
+    report = cubins.resources(cubin)
     assert report.spills == 0
     assert report.notes == ()
-    tool = build.disassembler()
+    tool = cubins.disassembler()
     if tool is None:
         pytest.skip("no nvdisasm")
-    sass = build.disassemble(cubin.image, tool)
+    sass = cubins.disassemble(cubin.image, tool)
     assert any(op.startswith("HMMA.16816") for op in sass)
     assert any(".128" in op for op in sass if op.startswith("LDG"))
     assert not any(op.startswith(("LDL", "STL")) for op in sass)
-    assert build.spills_in_loop(cubin, tool) == 0
+    assert cubins.spills_in_loop(cubin, tool) == 0
 
 
 @pytest.mark.parametrize("target", build.ARCHITECTURES)

@@ -13,6 +13,7 @@ from warptile.kernels.launch import Device
 from warptile.kernels.marlin_hopper_plan import TILES, Wgmma
 from warptile.kernels.marlin_plan import plan
 from warptile.runtime import build
+from warptile.runtime import cubin as cubins
 
 H200 = Device(arch=90, sms=132, shared=232448, nvrtc=(13, 5))
 
@@ -58,13 +59,13 @@ def test_tensor_cores_are_fed_from_registers_without_spills_or_serialisation(
     tile: Wgmma, module: tuple[dict[str, object], str]
 ) -> None:
     cubin = build.build(request(*module, tile))
-    report = build.resources(cubin)
+    report = cubins.resources(cubin)
     assert report.notes == ()  # C7510 .. C7519: wgmma serialised, or not safe
     assert report.spills == 0
-    tool = build.disassembler()
+    tool = cubins.disassembler()
     if tool is None:
         pytest.skip("no nvdisasm")
-    sass = build.disassemble(cubin.image, tool)
+    sass = cubins.disassemble(cubin.image, tool)
     assert any(op.startswith(f"HGMMA.64x{tile.tokens}x16") for op in sass)
     assert not any(op.startswith(("LDL", "STL")) for op in sass)
     assert {"UTMALDG.2D", "UBLKCP.S.G"} <= set(sass)
@@ -74,10 +75,10 @@ def test_tensor_cores_are_fed_from_registers_without_spills_or_serialisation(
 @needs_nvrtc
 def test_the_main_loop_keeps_addresses_in_uniform_registers() -> None:
     """Where the compiler loses sight of what is the same in all lanes, each wgmma costs two R2UR and more."""
-    tool = build.disassembler()
+    tool = cubins.disassembler()
     if tool is None:
         pytest.skip("no nvdisasm")
-    sass = build.disassemble(build.build(request(spec_of(28672, 8192), "f16", Wgmma(256, 128, 1))).image, tool)
+    sass = cubins.disassemble(build.build(request(spec_of(28672, 8192), "f16", Wgmma(256, 128, 1))).image, tool)
     at = [i for i, op in enumerate(sass) if op.startswith("HGMMA")]
     assert "R2UR" not in sass[at[0] : at[-1]]
 
