@@ -95,8 +95,10 @@ def steps(extent: int, unit: int, other: int, *, across: bool = False) -> list[s
 
 
 def rectangles(stream: Stream, unit: int = 128) -> list[tuple[int, slice, slice]]:
-    """(expert, rows, columns) of slabs that cover a tensor, in the direction that is cheap for it; 128 is a whole number
-    of the rows or columns that any layout keeps together."""
+    """(expert, rows, columns) of slabs that cover a tensor, in the direction that is cheap for it.
+
+    A unit is a whole number of the rows or columns that any layout keeps together.
+    """
     n, k = stream.tensor.n, stream.tensor.k
     if stream.along:
         slabs = [(slice(0, n), columns) for columns in steps(k, unit, n)]
