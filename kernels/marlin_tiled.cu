@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
   using P = Shape<V>;
   constexpr int R = V.run ? V.run : SLICES, RUNS = SLICES / R, NB = P::NB, JB = P::JB, TILE = P::FEATURES / 64;
   constexpr bool SCALE_SUMS = scales_sums(V), SCALE_PAIRS = V.run != 0 && !SCALE_SUMS;
+  constexpr int SUM_BLOCKS = SCALE_SUMS ? NB : 1;
 
   extern __shared__ __align__(128) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
                        (kw * P::TOKENS + mw * 8 * NB + lane / 16 * 8 + lane % 8) * 128;
 #pragma unroll
       for (int r = 0; r < RUNS; r++) {
-        float run_sum[SCALE_SUMS ? NB : 1][JB][4] = {};
+        float run_sum[SUM_BLOCKS][JB][4] = {};
         Zero low[JB], high[JB];
 #pragma unroll
         for (int j = 0; j < JB; j++) {

@@ -1,0 +1,195 @@
+// Stands in for kernels/mma.cuh, so that a kernel's own source runs on the host: the threads of a block are fibers that
+// take turns at barriers, and warp instructions are two barriers with an exchange between them. Slow, exact, no GPU.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define DEVICE inline
+#define __device__
+#define __host__
+#define __global__
+#define __shared__ static
+#define __align__(n)
+#define __launch_bounds__(...)
+#include "elements.h"
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+using std::max, std::min;
+
+struct Extent {
+  u32 x, y, z;
+};
+struct uint4 {
+  u32 x, y, z, w;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct Barrier {
+  u32 arrived, turn;
+};
+struct Warp {
+  Barrier barrier;
+  u32 a[32][4], b[32][2], address[32];
+};
+
+inline Extent threadIdx, blockIdx, blockDim, gridDim;
+alignas(128) inline u8 shared[256 << 10];
+inline Barrier everyone;
+inline Warp warps_of_block[32];
+inline ucontext_t scheduler, fibers[1024];
+inline bool finished[1024];
+
+inline void wait(Barrier& barrier, u32 count) {
+  const u32 turn = barrier.turn;
+  if (++barrier.arrived == count) barrier = {0, turn + 1};
+  while (barrier.turn == turn) swapcontext(&fibers[threadIdx.x], &scheduler);
+}
+inline void __syncthreads() { wait(everyone, blockDim.x); }
+inline Warp& warp_here() { return warps_of_block[threadIdx.x / 32]; }
+inline void warp_wait() { wait(warp_here().barrier, 32); }
+
+// Memory a kernel may read; anything else ends the process with a word.
+inline std::vector<std::pair<const u8*, const u8*>> readable;
+inline void check(const void* from, int bytes, int alignment) {
+  const u8* at = static_cast<const u8*>(from);
+  for (auto [begin, end] : readable)
+    if (at >= begin && at + bytes <= end && u64(at) % alignment == 0) return;
+  std::fprintf(stderr, "a read of %d bytes is outside every tensor or not aligned\n", bytes);
+  std::exit(1);
+}
+template <class T>
+T __ldg(const T* from) {
+  check(from, sizeof(T), sizeof(T));
+  return *from;
+}
+template <class T>
+T __ldcg(const T* from) { return __ldg(from); }
+
+inline u32 __umulhi(u32 a, u32 b) { return u64(a) * b >> 32; }
+inline float __uint_as_float(u32 bits) { return __builtin_bit_cast(float, bits); }
+
+template <int LUT>
+u32 lop3(u32 a, u32 b, u32 c) {
+  u32 d = 0;
+  for (int i = 0; i < 8; i++)
+    if (LUT >> i & 1) d |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  return d;
+}
+constexpr int AND_OR = 0xEA, AND_XOR = 0x6A;
+template <int SELECT>
+u32 prmt(u32 a, u32 b) {
+  u32 d = 0;
+  for (int i = 0; i < 4; i++) d |= u32((u64(b) << 32 | a) >> 8 * (SELECT >> 4 * i & 7) & 0xFF) << 8 * i;
+  return d;
+}
+inline u32 both_low(u32 pair) { return prmt<0x1010>(pair, pair); }
+inline u32 both_high(u32 pair) { return prmt<0x3232>(pair, pair); }
+
+template <Dtype T>
+double value(u16 bits) {
+  if constexpr (T == Dtype::f16) return double(__builtin_bit_cast(_Float16, bits));
+  return __uint_as_float(u32(bits) << 16);
+}
+template <Dtype T>
+u16 rounded(double v) {
+  if constexpr (T == Dtype::f16) return __builtin_bit_cast(u16, _Float16(v));
+  const u32 bits = __builtin_bit_cast(u32, float(v));
+  return u16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+template <Dtype T>
+float to_float(u16 bits) { return float(value<T>(bits)); }
+template <Dtype T>
+u16 from_float(float f) { return rounded<T>(f); }
+template <Dtype T>
+u32 fma2(u32 a, u32 b, u32 c) {
+  auto one = [&](int up) { return u32(rounded<T>(value<T>(a >> up) * value<T>(b >> up) + value<T>(c >> up))) << up; };
+  return one(0) | one(16);
+}
+template <Dtype T>
+u32 add2(u32 a, u32 b) { return fma2<T>(a, T == Dtype::f16 ? 0x3C003C00u : 0x3F803F80u, b); }
+template <Dtype T>
+u32 mul2(u32 a, u32 b) { return fma2<T>(a, b, 0x80008000u); }
+
+// Element (row, k) of A is in lane 4 (row % 8) + k % 8 / 2, register row / 8 + 2 (k / 8); (k, column) of B likewise.
+template <Dtype T>
+void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  Warp& w = warp_here();
+  const int lane = threadIdx.x % 32;
+  std::copy(a, a + 4, w.a[lane]);
+  w.b[lane][0] = b0, w.b[lane][1] = b1;
+  warp_wait();
+  for (int c = 0; c < 4; c++) {
+    const int row = lane / 4, half = c / 2, column = lane % 4 * 2 + c % 2;
+    double sum = d[c];
+    for (int k = 0; k < 16; k++)
+      sum += value<T>(w.a[4 * row + k % 8 / 2][half + k / 8 * 2] >> 16 * (k % 2)) *
+             value<T>(w.b[4 * column + k % 8 / 2][k / 8] >> 16 * (k % 2));
+    d[c] = float(sum);
+  }
+  warp_wait();
+}
+
+inline u32 shared_address(const void* p) { return u32(static_cast<const u8*>(p) - shared); }
+inline void ldmatrix4(u32 (&d)[4], u32 address) {
+  Warp& w = warp_here();
+  const int lane = threadIdx.x % 32;
+  w.address[lane] = address;
+  warp_wait();
+  for (int i = 0; i < 4; i++) std::memcpy(&d[i], shared + w.address[8 * i + lane / 4] + lane % 4 * 4, 4);
+  warp_wait();
+}
+
+template <bool ONCE, int WORDS>
+void load_if(u32* to, const void* from, bool wanted) {
+  if (!wanted) return;
+  check(from, 4 * WORDS, 4 * WORDS);
+  std::memcpy(to, from, 4 * WORDS);
+}
+inline u32 load_or_zero(const u32* from, bool wanted) { return wanted ? __ldg(from) : 0; }
+inline void copy16(u32 to, const void* from, int bytes) {
+  if (bytes) check(from, bytes, 16);
+  std::memset(shared + to, 0, 16);
+  std::memcpy(shared + to, from, bytes);
+}
+inline void copy_commit() {}
+template <int PENDING>
+void copy_wait() {}
+inline u32 arrive(u32* counter) { return (*counter)++; }
+
+// Blocks one after the other; `entry` calls the kernel in the current fiber.
+inline void (*entry)();
+inline void fiber() {
+  entry();
+  finished[threadIdx.x] = true;
+  swapcontext(&fibers[threadIdx.x], &scheduler);
+}
+inline void launch(void (*kernel)(), u32 columns, u32 rows, u32 threads) {
+  constexpr int STACK = 64 << 10;
+  static std::vector<u8> stacks(1024 * STACK);
+  entry = kernel, gridDim = {columns, rows, 1}, blockDim = {threads, 1, 1};
+  for (u32 block = 0; block < rows * columns; block++) {
+    blockIdx = {block % columns, block / columns, 0};
+    std::memset(shared, 0xFF, sizeof shared); // NaNs
+    for (u32 i = 0; i < threads; i++) {
+      finished[i] = false;
+      getcontext(&fibers[i]);
+      fibers[i].uc_stack.ss_sp = &stacks[i * STACK], fibers[i].uc_stack.ss_size = STACK;
+      makecontext(&fibers[i], fiber, 0);
+    }
+    for (u32 left = threads; left;) {
+      left = 0;
+      for (u32 i = 0; i < threads; i++)
+        if (!finished[i]) threadIdx = {i, 0, 0}, swapcontext(&scheduler, &fibers[i]), left++;
+    }
+  }
+}
