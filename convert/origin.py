@@ -11,19 +11,22 @@ All are texts in the metadata of the first shard only; tensors are in the order 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from numpy.typing import NDArray
 
-from ..formats import sources
+from ..formats import sources, strict_json
 from ..formats.artifact import Artifact
-from ..formats.container import CONFIG, QUANTIZATION, WEIGHTS, Checkpoint, dtype_name
+from ..formats.container import CONFIG, DTYPES, QUANTIZATION, WEIGHTS, Checkpoint, dtype_name
 from ..formats.errors import CorruptError, UnsupportedError
 from ..formats.options import Options
+from ..formats.strict_json import shown
 from .plan import Plan
 
 Array = NDArray[Any]
@@ -66,8 +69,8 @@ def metadata(plan: Plan) -> dict[str, str]:
 
 
 def _name(file: Path) -> str:
-    """What a file is called when it comes back; those of other containers come back as safetensors."""
-    return file.with_suffix(WEIGHTS).name
+    """What a file is called when it comes back, in UTF-8; those of other containers come back as safetensors."""
+    return os.fsencode(file.with_suffix(WEIGHTS).name).decode("utf-8", "replace")
 
 
 def _dump(content: object) -> str:
@@ -88,17 +91,16 @@ def files(artifact: Artifact) -> dict[str, File]:
     def corrupt(found: object, need: object = None) -> CorruptError:
         return CorruptError("source_files in its metadata is damaged", file=checkpoint.path, found=found, need=need)
 
-    try:
-        listed = json.loads(checkpoint.metadata["source_files"])
-        found = {
-            name: File(dict(file["metadata"]), tuple(_origin(*tensor) for tensor in file["tensors"]))
-            for name, file in listed.items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise corrupt(error) from None
-    for name in found:
-        if Path(name).name != name or not name.endswith(WEIGHTS):
-            raise corrupt(name, "a plain file name")
+    listed = _said(checkpoint, "source_files")
+    for name, file in listed.items():
+        if Path(name).name != name or "\0" in name or not name.endswith(WEIGHTS):
+            raise corrupt(shown(name), "a plain file name")
+        if not _is_file(file):
+            raise corrupt(f"what it says of {shown(name)}", "metadata and tensors")
+    found = {
+        name: File(file["metadata"], tuple(_origin(*tensor) for tensor in file["tensors"]))
+        for name, file in listed.items()
+    }
     tensors = [t for file in found.values() for t in file.tensors]
     if len({t.name for t in tensors}) < len(tensors):
         raise corrupt("a name twice")
@@ -107,6 +109,31 @@ def files(artifact: Artifact) -> dict[str, File]:
     if {t.module for t in tensors if t.module is not None} != set(artifact.modules):
         raise corrupt("other modules than the artifact's")
     return found
+
+
+def _said(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
+    """A table of the metadata, {} where there is none. Raises CorruptError."""
+    text = checkpoint.metadata.get(key, "{}")
+    return strict_json.parse(text.encode(), checkpoint.path, f"{key} in its metadata", constants=True)
+
+
+def _is_file(said: object) -> bool:
+    if not isinstance(said, dict) or said.keys() != {"metadata", "tensors"} or not isinstance(said["tensors"], list):
+        return False
+    texts = isinstance(said["metadata"], dict) and all(isinstance(text, str) for text in said["metadata"].values())
+    return texts and all(map(_is_tensor, said["tensors"]))
+
+
+def _is_tensor(said: object) -> bool:
+    """[name], or [name, dtype, shape, module] of fewer than 2^63 bits."""
+    if not isinstance(said, list) or len(said) not in (1, 4) or not isinstance(said[0], str):
+        return False
+    if len(said) == 1:
+        return True
+    _, dtype, shape, module = said
+    sizes = isinstance(shape, list) and all(type(d) is int and 0 <= d < 2**63 for d in shape)
+    named = isinstance(dtype, str) and dtype in DTYPES and isinstance(module, str)
+    return named and sizes and prod(shape) * DTYPES[dtype][1] < 2**63
 
 
 def _origin(name: str, dtype: str | None = None, shape: list[int] | None = None, module: str | None = None) -> Origin:
@@ -141,7 +168,7 @@ def restored(artifact: Artifact, module: str, promised: Mapping[str, tuple[str, 
     write, q = reader(artifact, module).write, artifact.quant(module)
     try:
         tensors: dict[str, Array] = write(module, q)
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError) as error:
         raise CorruptError(
             "its source entry is damaged", file=artifact.checkpoint.path, tensor=module, found=error
         ) from None
@@ -159,10 +186,12 @@ def restored(artifact: Artifact, module: str, promised: Mapping[str, tuple[str, 
 
 def options(artifact: Checkpoint) -> dict[str, Any]:
     """The options the source was read with."""
-    try:
-        return asdict(Options(**json.loads(artifact.metadata.get("source_options", "{}"))))
-    except (ValueError, TypeError) as error:
-        raise CorruptError("source_options in its metadata is damaged", file=artifact.path, found=error) from None
+    said, kinds = _said(artifact, "source_options"), get_type_hints(Options)
+    for name, value in said.items():
+        if not isinstance(value, kinds.get(name, ())) or (isinstance(value, bool) and kinds[name] is not bool):
+            found = f"{shown(name)} = {shown(repr(value))}"
+            raise CorruptError("source_options in its metadata is damaged", file=artifact.path, found=found)
+    return asdict(Options(**said))
 
 
 def restored_config(artifact: Checkpoint) -> bytes | None:
@@ -171,11 +200,8 @@ def restored_config(artifact: Checkpoint) -> bytes | None:
         return artifact.metadata["source_config"].encode() if "source_config" in artifact.metadata else None
     config = dict(artifact.config)
     ours = config.pop(QUANTIZATION, {})
-    if "source" in ours:
+    if isinstance(ours, dict) and "source" in ours:
         config[QUANTIZATION] = ours["source"]
-    text = artifact.metadata.get("source_config", "{}")
-    try:
-        edited = json.loads(text) != config
-    except ValueError as error:
-        raise CorruptError("source_config in its metadata is damaged", file=artifact.path, found=error) from None
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n" if edited else text).encode()
+    if _said(artifact, "source_config") != config:
+        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return artifact.metadata.get("source_config", "{}").encode()

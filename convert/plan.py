@@ -151,8 +151,14 @@ def _check_claims(checkpoint: Checkpoint, found: Mapping[str, Mapping[str, tuple
     for name, claimed in found.items():
         for module, members in claimed.items():
             for tensor in members:
-                assert tensor not in owner, f"{owner[tensor]} and {name} both claim {tensor}"
-                owner[tensor] = name
+                if owner.setdefault(tensor, name) != name:
+                    raise UnsupportedError(
+                        "one tensor in two formats",
+                        file=checkpoint.tensors[tensor].file,
+                        tensor=tensor,
+                        found=f"part of a {owner[tensor]} module and of a {name} module",
+                        do="remove the tensors of one of them",
+                    )
             if readers.setdefault(module, name) != name:
                 raise UnsupportedError(
                     "one module in two formats",

@@ -41,6 +41,7 @@ __all__ = [
     "NARROW",
     "Artifact",
     "as_stored",
+    "check_artifact",
     "config",
     "is_artifact",
     "metadata",
@@ -157,7 +158,11 @@ def open_artifact(path: str | os.PathLike[str], layouts: Layouts) -> Artifact:
         CorruptError: a spec that is malformed, or that its tensors do not bear out.
         WarptileError: it cannot be read.
     """
-    checkpoint = open_checkpoint(path)
+    return check_artifact(open_checkpoint(path), layouts)
+
+
+def check_artifact(checkpoint: Checkpoint, layouts: Layouts) -> Artifact:
+    """``open_artifact`` of files that are open. Raises as it does."""
     if not is_artifact(checkpoint):
         raise UnsupportedError("not converted yet", file=checkpoint.path, do="convert it first")
     modules: dict[str, Spec] = {}

@@ -74,7 +74,7 @@ def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     named = kinds.method(checkpoint.quantization)
     found = {}
     for name, tensor in checkpoint.tensors.items():
-        module, _, suffix = name.rpartition(".")
+        module, suffix = checks.parted(name)
         if suffix == "weight":
             kinds.refuse_paired_rows(tensor, checkpoint.tensors.get(f"{module}.weight_scale"))
         if suffix != "qweight":
@@ -103,7 +103,7 @@ def orphans(checkpoint: Checkpoint) -> dict[str, str]:
     """Tensor -> what is missing, for zero points without codes."""
     if kinds.method(checkpoint.quantization) not in kinds.LABELS:
         return {}
-    names = [name for name in checkpoint.tensors if name.rpartition(".")[2] == "qzeros"]
+    names = [name for name in checkpoint.tensors if checks.parted(name)[1] == "qzeros"]
     codes = {name: name.removesuffix("qzeros") + "qweight" for name in names}
     return {name: missing for name, missing in codes.items() if missing not in checkpoint.tensors}
 

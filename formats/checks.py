@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .container import Checkpoint, Tensor
+from .container import DTYPES, Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError, UsageError
 
 Array = NDArray[Any]
@@ -39,6 +39,12 @@ def full_name(module: str, suffix: str) -> str:
     return f"{module}.{suffix}" if module else suffix
 
 
+def parted(name: str) -> tuple[str, str]:
+    """(module, suffix) of a tensor's name, the inverse of ``full_name``; ".weight" is no module's weight."""
+    module, dot, suffix = name.rpartition(".")
+    return (module, suffix) if module or not dot else ("", name)
+
+
 def members(checkpoint: Checkpoint, module: str, suffixes: Sequence[str], needed: Collection[str]) -> dict[str, Tensor]:
     """The tensors of a module that are there, by suffix, in the order of ``suffixes``. Raises CorruptError when one of
     ``needed`` is not."""
@@ -53,6 +59,18 @@ def members(checkpoint: Checkpoint, module: str, suffixes: Sequence[str], needed
                 need=f"it beside {', '.join(tensor.name for tensor in found.values())}",
             )
     return found
+
+
+def claim(found: dict[str, tuple[str, ...]], module: str, members: tuple[str, ...], tensor: Tensor) -> None:
+    """Enter a module's tensors; ``tensor`` holds its codes. Raises UnsupportedError when others hold them too."""
+    if found.setdefault(module, members) != members:
+        raise UnsupportedError(
+            "two readings of one module",
+            file=tensor.file,
+            tensor=tensor.name,
+            found=f"codes in it and among {', '.join(found[module])}",
+            do="remove one of them",
+        )
 
 
 def dtype(tensor: Tensor, *allowed: str) -> None:
@@ -79,6 +97,13 @@ def bias(tensor: Tensor | None, weight: Tensor, lead: list[int], n: int) -> None
         shape(tensor, (*lead, n), why=f"for the {n} rows of {weight.name}")
 
 
+def kept(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The same tensors, to be carried along as arrays. Raises UnsupportedError where numpy has no such type."""
+    for tensor in tensors.values():
+        dtype(tensor, *(name for name, (held, _) in DTYPES.items() if held is not None))
+    return tensors
+
+
 def packed(tensor: Tensor, logical: Tensor | None) -> tuple[list[int], int, int]:
     """(experts or nothing, n, k) of u8 [(E,) n, k / 2], two codes a byte; ``logical`` is its stored shape, if any.
 
@@ -87,6 +112,8 @@ def packed(tensor: Tensor, logical: Tensor | None) -> tuple[list[int], int, int]
     if len(tensor.shape) not in (2, 3) or 0 in tensor.shape:
         raise CorruptError("not a matrix", file=tensor.file, tensor=tensor.name, found=list(tensor.shape))
     *lead, n, k = *tensor.shape[:-1], 2 * tensor.shape[-1]
+    if logical is not None:
+        dtype(logical, "I64", "I32", "U64", "U32")
     if logical is not None and (said := [int(d) for d in logical.array().reshape(-1)]) != [*lead, n, k]:
         odd = bool(said) and said[-1] % 2 == 1
         raise CorruptError(
@@ -114,10 +141,11 @@ def rows_of_shards(config: Mapping[str, Any], module: str, n: int) -> tuple[int,
     if name == "gate_up_proj" and n % 2 == 0:
         return n // 2, n // 2
     if name == "qkv_proj":
-        text = config.get("text_config", config)
+        text = config.get("text_config")
+        text = text if isinstance(text, Mapping) else config
         heads = text.get("num_attention_heads")
         groups = text.get("num_key_value_heads", heads)
-        if isinstance(heads, int) and isinstance(groups, int) and min(heads, groups, n) > 0:
+        if type(heads) is int and type(groups) is int and min(heads, groups, n) > 0:
             rows, rest = divmod(n, heads + 2 * groups)
             return (heads * rows, groups * rows, groups * rows) if rest == 0 else ()
     return ()

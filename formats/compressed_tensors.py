@@ -76,9 +76,9 @@ def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     named = labels.method(checkpoint.quantization)
     if named in LABELS:
         labels.check_formats(checkpoint)
-    found = {}
+    found: dict[str, tuple[str, ...]] = {}
     for name, tensor in checkpoint.tensors.items():
-        module, _, suffix = name.rpartition(".")
+        module, suffix = checks.parted(name)
         if suffix == "weight_packed" and tensor.dtype in WORDS:
             if named not in (None, *LABELS):
                 raise UnsupportedError(
@@ -93,7 +93,8 @@ def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
             members = UNPACKED
         else:
             continue
-        found[module] = tuple(n for s in members if (n := checks.full_name(module, s)) in checkpoint.tensors)
+        names = tuple(n for s in members if (n := checks.full_name(module, s)) in checkpoint.tensors)
+        checks.claim(found, module, names, tensor)
     if found and named in LABELS:
         labels.check_targets(checkpoint, found)
     return found
@@ -104,7 +105,7 @@ def orphans(checkpoint: Checkpoint) -> dict[str, str]:
     return {
         name: f"{module}.weight_packed or {module}.weight"
         for name in checkpoint.tensors
-        for module, _, suffix in (name.rpartition("."),)
+        for module, suffix in (checks.parted(name),)
         if suffix in ALONE and not {f"{module}.weight_packed", f"{module}.weight"} & checkpoint.tensors.keys()
     }
 

@@ -61,6 +61,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 OTHER_WEIGHTS = (*PICKLES, ".h5", ".msgpack", ".gguf", ".onnx")
 MAX_CONFIG = 16 << 20
 MAX_INDEX = 256 << 20
+MAX_VALUES = 2_000_000
+"""Commas and opening brackets in a config or an index: two for each tensor of the largest header, four times over."""
 PICKLE_ADVICE = "pickle is code and is never opened: save it as safetensors with the tool that made it"
 
 
@@ -298,6 +300,8 @@ def _read_json(file: Path, limit: int) -> dict[str, Any]:
             if size > limit:
                 raise CorruptError("too long for JSON", file=file, found=f"{size} bytes", need=f"<= {limit}")
             data = f.read(size)
+            if (values := sum(map(data.count, (b",", b"[", b"{")))) > MAX_VALUES:
+                raise CorruptError("too many values for JSON", file=file, found=values, need=f"<= {MAX_VALUES}")
     except OSError as e:
         raise WarptileError("cannot be read", file=file, found=e.strerror) from None
     return strict_json.parse(data, file, "it", constants=True)

@@ -119,9 +119,9 @@ def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     for tensor in checkpoint.tensors.values():
         if tensor.dtype in (E4M3, *OTHERS):
             if members := _members(checkpoint, tensor):
-                found[members[0]] = members[1]
+                checks.claim(found, *members, tensor)
             elif tensor.name.endswith(".weight") and (tensor.dtype in OTHERS or _shared_scale(checkpoint, tensor.name)):
-                found[tensor.name.removesuffix(".weight")] = (tensor.name,)
+                checks.claim(found, tensor.name.removesuffix(".weight"), (tensor.name,), tensor)
         elif tensor.dtype in PLAIN and tensor.name.endswith(".weight"):
             members = _members(checkpoint, tensor)
             if members and ".weight_scale" in members[1][1]:
@@ -270,13 +270,13 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
     checks.bias(bias, weight, lead, n)
     zero = tensors.get(f"{module}.weight_zero_point")
     if zero is not None:
-        checks.refuse_any(zero, zero.array().astype(np.float64) != 0, "zero points beside FP8 codes", "all of them 0")
+        checks.refuse_any(zero, zero.array() != 0, "zero points beside FP8 codes", "all of them 0")
     block, shards = fp8_scales.block(checkpoint, module, weight, scale)
     return Parts(
         weight=weight,
         scale=scale,
         bias=bias,
-        kept={s[1:]: tensors[module + s] for s in names.kept if module + s in tensors},
+        kept=checks.kept({s[1:]: tensors[module + s] for s in names.kept if module + s in tensors}),
         block=block,
         shards=shards,
         source={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -101,8 +102,9 @@ def _declared(checkpoint: Checkpoint, weight: Tensor) -> tuple[list[tuple[int, i
     """Block shapes that the label names, and whether it allows nothing else."""
     label = checkpoint.quantization
     sizes: list[Any] = [label.get("weight_block_size")]
-    for group in (label.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+    file = checkpoint.quantization_file or str(checkpoint.path)
+    for group in checks.table(label, "config_groups", file).values():
+        weights = checks.table(group, "weights", file) if isinstance(group, Mapping) else {}
         structure = weights.get("block_structure")
         sizes.append(structure.split("x") if isinstance(structure, str) else structure)
         if (weights.get("type"), weights.get("num_bits"), weights.get("strategy")) == ("float", 8, "group"):

@@ -221,7 +221,7 @@ def _heads(said: Any, module: str) -> Any:
     try:
         of = said["qk".index(named["role"])]
         return of[int(named["layer"])] if isinstance(of, list) else of
-    except (LookupError, TypeError):
+    except (LookupError, TypeError, ValueError):
         return None
 
 

@@ -26,7 +26,7 @@ from .container import Checkpoint, check_inside, companion
 from .errors import CorruptError, UnsupportedError, WarptileError
 from .gguf_header import MAGIC, Header, Info, padded, read_header, type_sizes
 from .safetensors_file import Entry, write_stream
-from .tensor import Tensor, nbytes
+from .tensor import State, Tensor, nbytes
 
 METHOD = "gguf"
 KEY_VALUES = ".gguf-kv"
@@ -51,7 +51,7 @@ def fill(checkpoint: Checkpoint) -> None:
             if info.name in checkpoint.tensors:
                 other = checkpoint.tensors[info.name].file
                 raise CorruptError("the tensor is in two parts", file=path, tensor=info.name, found=f"in {other} too")
-            checkpoint.tensors[info.name] = _tensor(path, info)
+            checkpoint.tensors[info.name] = _tensor(path, info, header.state)
             if info.type not in NATIVE:
                 named[info.name] = info.type
         if header.trailing:
@@ -79,12 +79,12 @@ def types(quantization: Mapping[str, Any]) -> dict[str, str]:
     return {name: kind for name, kind in pairs if isinstance(kind, str)}
 
 
-def _tensor(path: Path, info: Info) -> Tensor:
+def _tensor(path: Path, info: Info, state: State | None) -> Tensor:
     if info.type in NATIVE:
-        return Tensor(info.name, info.type, info.shape, path, info.offset, info.nbytes)
+        return Tensor(info.name, info.type, info.shape, path, info.offset, info.nbytes, state)
     *lead, columns = info.shape or (1,)
     _, size, block = next(row for row in type_sizes().values() if row[0] == info.type)
-    return Tensor(info.name, "U8", (*lead, columns // size * block), path, info.offset, info.nbytes)
+    return Tensor(info.name, "U8", (*lead, columns // size * block), path, info.offset, info.nbytes, state)
 
 
 def _model(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,13 +168,12 @@ def rebuild(path: Path, artifact: Checkpoint, entries: Sequence[Entry]) -> None:
             "not made from a GGUF file", file=artifact.path, do="name a .safetensors or a directory instead"
         )
     file = companion(artifact.path, KEY_VALUES)
-    try:
-        kept = file.read_bytes()
-    except OSError:
-        raise CorruptError("the key-values of the model are missing", file=file, do="put them back there") from None
+    header = read_header(file) if file.exists() else None
+    if header is None:
+        raise CorruptError("the key-values of the model are missing", file=file, do="put them back there")
+    kept = b"" if header.tensors or header.trailing else file.read_bytes()
     if hashlib.sha256(kept).hexdigest() != source.get("key_values"):
         raise CorruptError("not the key-values that the artifact was made with", file=file)
-    header = read_header(file)
     ids = {name: (number, size, nbytes) for number, (name, size, nbytes) in type_sizes().items()}
     named, infos, offset = types(source), [], 0
     for entry in entries:

@@ -12,10 +12,9 @@ their sizes; its reader is not used: it trusts counts and takes seconds for a vo
 from __future__ import annotations
 
 import mmap
-import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -25,8 +24,11 @@ from typing import Any
 from .errors import CorruptError, UnsupportedError, WarptileError
 from .safetensors_file import IMPOSTORS, MAX_TENSORS
 from .strict_json import shown
+from .tensor import State, state
 
 MAGIC = b"GGUF"
+HEAD = 24
+"""Bytes of magic, version and the two counts."""
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
 DEFAULT_ALIGNMENT = 32
@@ -44,6 +46,11 @@ MAX_DIMS = 4
 MAX_KEY = 65535
 MAX_LIST = 65536
 """Longest array whose numbers are kept: one for each layer; vocabularies are passed over."""
+MAX_TEXT = 1 << 20
+"""Longest string that is kept: a chat template; whole tokenizers are passed over."""
+MAX_PAIRS = 64 << 20
+"""Bytes of all key-values. Vocabularies of a quarter of a million words take 15 million; in a sparse file, zeros look
+like empty strings without end."""
 LEAST_PAIR, LEAST_TENSOR = 13, 24  # bytes that one key-value and one tensor take at least
 
 
@@ -65,12 +72,14 @@ class Header:
     version: int
     alignment: int
     values: dict[str, Any]
-    """Scalars, strings and short arrays of numbers by key; None for other arrays."""
+    """Scalars, strings and arrays of numbers by key; None for what is too long, and for arrays of strings."""
     spans: dict[str, tuple[int, int]]
     """Where each key-value begins and ends, in file order."""
     tensors: tuple[Info, ...]
     trailing: int
     """Bytes after the last tensor and its padding."""
+    state: State | None = None
+    """Of the file, when it was read from one."""
 
 
 @cache
@@ -98,12 +107,17 @@ def read_header(path: Path) -> Header:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UnsupportedError("not a regular file", file=path, need="a .gguf file")
         with open(path, "rb") as f:
-            size, head = os.fstat(f.fileno()).st_size, f.read(24)
-            version = _check_head(path, head)
+            _check_head(path, f.read(HEAD))
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Parser(path, data, size).header(version)
+                return replace(parse_header(path, data), state=state(f))
     except (OSError, ValueError) as e:
         raise WarptileError("cannot be read", file=path, found=getattr(e, "strerror", None) or e) from None
+
+
+def parse_header(path: Path, data: bytes | mmap.mmap) -> Header:
+    """The header of a file with the content ``data``; ``path`` is only named. Raises as ``read_header``."""
+    version = _check_head(path, data[:HEAD])
+    return _Parser(path, data).header(version)
 
 
 def _check_head(path: Path, head: bytes) -> int:
@@ -113,7 +127,7 @@ def _check_head(path: Path, head: bytes) -> int:
             if head.startswith(magic):
                 raise CorruptError(f"{what}, not a GGUF file", file=path, do=do)
         raise UnsupportedError("not a GGUF file", file=path, found=repr(head[:4]), need=repr(MAGIC))
-    if len(head) < 24:
+    if len(head) < HEAD:
         raise CorruptError("truncated", file=path, found=f"{len(head)} bytes", do="download or copy it again")
     version = int.from_bytes(head[4:8], "little")
     if version and version % 65536 == 0:
@@ -128,8 +142,8 @@ def _check_head(path: Path, head: bytes) -> int:
 class _Parser:
     """A position in the header, moved by whatever is read there."""
 
-    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
-        self.path, self.data, self.size, self.at = path, data, size, 8
+    def __init__(self, path: Path, data: bytes | mmap.mmap) -> None:
+        self.path, self.data, self.size, self.at = path, data, len(data), 8
 
     def header(self, version: int) -> Header:
         count = self._count("tensors", LEAST_TENSOR)
@@ -145,6 +159,7 @@ class _Parser:
                 raise CorruptError("a key twice", file=self.path, found=repr(shown(key)), need="every key once")
             values[key] = self._value(key)
             spans[key] = start, self.at
+            self._check_room(0)
         alignment = values.get(ALIGNMENT, DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise CorruptError("no such alignment", file=self.path, found=alignment, need="a power of two")
@@ -167,6 +182,12 @@ class _Parser:
             found=f"{what} at byte {self.at} does not end within {self.size} bytes",
             do="download or copy it again",
         )
+
+    def _check_room(self, length: int) -> None:
+        """Raise UnsupportedError when key-values that go on for ``length`` more bytes would be too long."""
+        if self.at + length > MAX_PAIRS:
+            found = f"{self.at + length} bytes and more"
+            raise UnsupportedError("too many key-values", file=self.path, found=found, need=f"<= {MAX_PAIRS}")
 
     def _count(self, what: str, least: int) -> int:
         count: int = self._take(SCALARS[11], "a count")
@@ -195,12 +216,19 @@ class _Parser:
         if key == ALIGNMENT and kind != U32:
             raise CorruptError(f"{ALIGNMENT} of another type", file=self.path, found=kind, need=f"{U32} (u32)")
         if kind == STRING:
-            return self._bytes(f"the value of {key}", self.size).decode("utf-8", "replace")
+            return self._string(key)
         if kind == ARRAY:
             return self._array(key)
         if kind not in SCALARS:
             raise CorruptError("unknown type of a value", file=self.path, found=f"{kind} for {shown(key)}", need="0-12")
         return self._take(SCALARS[kind], f"the value of {key}")
+
+    def _string(self, key: str) -> str | None:
+        length = self._take(LENGTH, f"the value of {key}")
+        if length > self.size - self.at:
+            raise self._truncated(f"the value of {key}")
+        self.at += length
+        return None if length > MAX_TEXT else self.data[self.at - length : self.at].decode("utf-8", "replace")
 
     def _array(self, key: str) -> list[Any] | None:
         kind = self._take(SCALARS[U32], f"the type of {key}")
@@ -217,6 +245,7 @@ class _Parser:
                 found=f"{count} entries",
                 need=f"{self.size} bytes in all",
             )
+        self._check_room(count * size)
         if kind == STRING:
             self._skip_strings(key, count)
             return None

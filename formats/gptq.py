@@ -84,7 +84,7 @@ def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
         return {}
     suffixes: dict[str, set[str]] = {}
     for name in checkpoint.tensors:
-        module, _, suffix = name.rpartition(".")
+        module, suffix = checks.parted(name)
         suffixes.setdefault(module, set()).add(suffix)
     tiled = is_marlin(config) or checkpoint.options.checkpoint_format == "marlin"
     found = {}

@@ -171,7 +171,7 @@ def _convention(settings: Mapping[str, Any], file: str) -> str | None:
         return str(value)
     packing = settings.get("packing_format")
     if packing is not None:
-        if packing not in PACKINGS:
+        if not isinstance(packing, str) or packing not in PACKINGS:
             raise UnsupportedError(
                 "unknown packing",
                 file=file,
@@ -200,7 +200,7 @@ def _rule(config: Mapping[str, Any], module: str, file: str) -> tuple[str, Mappi
     if module in extra:
         return module, _override(extra[module])
     for pattern, overrides in extra.items():
-        if set(pattern) & set(r"\*+?^$()[]{}|") and matcher(pattern, len(module), file).search(module):
+        if set(pattern) & set(r"\*+?^$()[]{}|") and matcher(pattern, len(module), file, anywhere=True).search(module):
             return pattern, _override(overrides)
     return "", {}
 

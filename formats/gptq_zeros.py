@@ -54,7 +54,8 @@ def store(zero: Array | None, how: dict[str, Any], groups: int, n: int, bits: in
     """The inverse of ``load``: uint32 [G, width(n)]."""
     if "lane" in how:
         return pack_ragged(np.full((groups, n), how["lane"], np.uint8), bits)
-    assert zero is not None, how
+    if zero is None:
+        raise ValueError(f"zeros stored as {how!r}, and there are none")
     if how["convention"] != "gptq":
         return pack_ragged(zero.astype(np.uint8), bits)
     if how["wrap"] == "word":

@@ -85,7 +85,7 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
     by_b: dict[str, Mapping[str, Any]] = {}
     owner: dict[str, str] = {}
-    for node in checkpoint.quantization.get("nodes", ()):
+    for node in _listed(checkpoint):
         if node["op"] != OP:
             continue
         _check_domain(checkpoint, node)
@@ -112,6 +112,25 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
                 )
         found[module] = node
     return found
+
+
+def _listed(checkpoint: Checkpoint) -> list[Mapping[str, Any]]:
+    """The nodes of a model, also as an artifact tells of them. Raises CorruptError for what no model has."""
+    said = checkpoint.quantization
+    if said.get("quant_method") != "onnx":
+        return []
+    nodes, opsets = said.get("nodes"), said.get("opsets")
+    if not isinstance(opsets, dict) or not isinstance(nodes, list) or not all(map(_is_node, nodes)):
+        raise CorruptError("the list of nodes is damaged", file=checkpoint.path, need="opsets and nodes")
+    return nodes
+
+
+def _is_node(node: object) -> bool:
+    if not isinstance(node, dict) or not all(isinstance(node.get(key), str) for key in ("op", "domain")):
+        return False
+    inputs, attributes = node.get("inputs"), node.get("attributes")
+    texts = isinstance(inputs, list) and all(isinstance(name, str) for name in inputs)
+    return texts and isinstance(attributes, dict) and all(type(v) in (int, str) for v in attributes.values())
 
 
 def _name(b: str) -> str:

@@ -94,12 +94,13 @@ def _module(checkpoint: Checkpoint, tensor: Tensor) -> tuple[str, Names] | None:
 
 def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     """{P: its tensors}."""
-    found = {}
+    found: dict[str, tuple[str, ...]] = {}
     for tensor in checkpoint.tensors.values():
         if (named := _module(checkpoint, tensor)) is not None:
             module, names = named
             suffixes = (names.packed, names.scale, names.bias, ".weight_shape")
-            found[module] = tuple(module + s for s in suffixes if module + s in checkpoint.tensors)
+            members = tuple(module + s for s in suffixes if module + s in checkpoint.tensors)
+            checks.claim(found, module, members, tensor)
     return found
 
 
@@ -235,4 +236,5 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
     source: dict[str, Any] = {"format": "mxfp4", "packed": names.packed, "scale_dtype": scale.dtype}
     if names.interleaved and module.endswith(names.interleaved):
         source["rows"] = "gate and up interleaved"
-    return Parts(packed, scale, bias, {} if logical is None else {"weight_shape": logical}, lead, n, k, source)
+    kept = checks.kept({} if logical is None else {"weight_shape": logical})
+    return Parts(packed, scale, bias, kept, lead, n, k, source)

@@ -81,8 +81,9 @@ def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     for name, tensor in checkpoint.tensors.items():
         module = name.removesuffix(SCALE)
         if name.endswith(SCALE) and _packed(checkpoint, module) and _globals(checkpoint, module):
-            suffixes = (*PACKED, SCALE, *GLOBALS, BIAS, *KEPT)
-            found[module] = tuple(module + s for s in suffixes if module + s in checkpoint.tensors)
+            codes = (tensor.name for tensor in _packed(checkpoint, module))
+            beside = (module + s for s in (SCALE, *GLOBALS, BIAS, *KEPT))
+            found[module] = (*codes, *(n for n in beside if n in checkpoint.tensors))
         module = name.removesuffix(ALONG_IN)
         if name.endswith(ALONG_IN) and tensor.dtype == "F8_E4M3" and _is(checkpoint, module, "U8"):
             found[module] = (module, name)
@@ -183,7 +184,7 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
             found=" and ".join(t.name for t in (packed, *rest)) if rest else " and ".join((kind, *both)),
             need="weight_scale_2 (a multiplier) or weight_global_scale (a divisor), and one packed weight",
         )
-    kept = {s[1:]: tensors[module + s] for s in KEPT if module + s in tensors}
+    kept = checks.kept({s[1:]: tensors[module + s] for s in KEPT if module + s in tensors})
     lead, n, k = checks.packed(packed, kept.get("weight_shape"))
     scale, bias = tensors[module + SCALE], tensors.get(module + BIAS)
     checks.dtype(scale, "F8_E4M3")

@@ -28,11 +28,14 @@ from numpy.typing import NDArray
 
 from .container import Checkpoint, check_inside
 from .errors import CorruptError, UnsupportedError, WarptileError
-from .tensor import Tensor, nbytes
+from .strict_json import shown
+from .tensor import State, Tensor, nbytes, state
 
 Array = NDArray[Any]
 Span = tuple[int, int]
 
+MAX_PARSED = 64 << 20
+"""Bytes of a graph, or of one initializer, that are not raw data."""
 GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9
 EXTERNAL = 1
 """TensorProto.data_location."""
@@ -72,17 +75,20 @@ def fill(checkpoint: Checkpoint) -> None:
         raise UnsupportedError("not a regular file", file=path, need="an .onnx file")
     try:
         with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            now = state(f)
             model, spans = _skeleton(onnx, data, path)
             for span in spans:
-                _add(checkpoint, onnx, data, span)
-    except (OSError, ValueError) as e:
-        raise WarptileError("cannot be read", file=path, found=getattr(e, "strerror", None) or e) from None
+                _add(checkpoint, onnx, data, span, now)
+    except OSError as e:
+        raise WarptileError("cannot be read", file=path, found=e.strerror or e) from None
+    except (ValueError, TypeError) as e:  # of mmap: an empty file; of the package: values that do not fit a shape
+        raise CorruptError("not an ONNX model", file=path, found=shown(e)) from None
     if model.graph.sparse_initializer:
         checkpoint.note("", f"{len(model.graph.sparse_initializer)} sparse initializers belong to the graph")
     nodes = _nodes(checkpoint, onnx, model.graph)
     checkpoint.quantization = {
         "quant_method": "onnx",
-        "opsets": {opset.domain: opset.version for opset in model.opset_import},
+        "opsets": {_text(opset.domain, path): opset.version for opset in model.opset_import},
         "nodes": [node for node in nodes if not checkpoint.tensors.keys().isdisjoint(node["inputs"])],
     }
     checkpoint.quantization_file = path.name
@@ -102,22 +108,31 @@ def _package(path: Path) -> Any:
 
 def _skeleton(onnx: Any, data: mmap.mmap, path: Path) -> tuple[Any, list[Span]]:
     """(the model without initializers, where each initializer is)."""
-    kept, spans = [], []
-    graph = []
+    kept, graph, spans = [], [], []
     for number, whole, inner in _fields(data, (0, len(data)), path):
         if number != GRAPH:
-            kept.append(data[slice(*whole)])
+            kept.append(whole)
             continue
         for field, part, body in _fields(data, inner, path):
             if field == INITIALIZER:
                 spans.append(body)
             else:
-                graph.append(data[slice(*part)])
-    model = _parse(onnx.ModelProto(), b"".join(kept), path)
+                graph.append(part)
+    model = _parse(onnx.ModelProto(), _joined(data, kept, path), path)
     if not model.opset_import or not graph:
         raise CorruptError("not an ONNX model", file=path, need="a graph and its operator sets")
-    _parse(model.graph, b"".join(graph), path)
+    _parse(model.graph, _joined(data, graph, path), path)
     return model, spans
+
+
+def _joined(data: mmap.mmap, spans: list[Span], path: Path) -> bytes:
+    """The bytes of some fields, for the package to parse. Raises UnsupportedError when they are too many."""
+    size = sum(end - start for start, end in spans)
+    if size > MAX_PARSED:
+        raise UnsupportedError(
+            "too much beside the bytes of weights", file=path, found=f"{size} bytes", need=f"<= {MAX_PARSED}"
+        )
+    return b"".join(data[start:end] for start, end in spans)
 
 
 def _parse(message: Any, data: bytes, path: Path) -> Any:
@@ -137,6 +152,8 @@ def _fields(data: mmap.mmap, span: Span, path: Path) -> Iterator[tuple[int, Span
         start = at
         key, at = _varint(data, at, end, path)
         kind = key & 7
+        if not key >> 3:  # no field has number 0: a run of zeros, and in a sparse file one without end
+            raise CorruptError("not an ONNX model", file=path, found=f"field 0 at byte {start}")
         if kind == 2:
             length, at = _varint(data, at, end, path)
         elif kind == 0:
@@ -168,16 +185,16 @@ def _varint(data: mmap.mmap, at: int, end: int, path: Path) -> tuple[int, int]:
     raise CorruptError("not an ONNX model, or a truncated one", file=path, found=f"an unfinished number at byte {at}")
 
 
-def _add(checkpoint: Checkpoint, onnx: Any, data: mmap.mmap, span: Span) -> None:
+def _add(checkpoint: Checkpoint, onnx: Any, data: mmap.mmap, span: Span, now: State) -> None:
     """Take in one initializer."""
     path, header, raw = checkpoint.path, [], None
     for number, whole, body in _fields(data, span, path):
         if number == RAW_DATA:
             raw = body
         else:
-            header.append(data[slice(*whole)])
-    proto = _parse(onnx.TensorProto(), b"".join(header), path)
-    name, shape = proto.name, tuple(proto.dims)
+            header.append(whole)
+    proto = _parse(onnx.TensorProto(), _joined(data, header, path), path)
+    name, shape = _text(proto.name, path), tuple(proto.dims)
     if name in checkpoint.tensors or not name or min(shape, default=0) < 0:
         raise CorruptError(
             "an initializer needs a name of its own and a shape", file=path, tensor=name or None, found=list(shape)
@@ -194,10 +211,10 @@ def _add(checkpoint: Checkpoint, onnx: Any, data: mmap.mmap, span: Span) -> None
     if proto.data_location == EXTERNAL:
         tensor = _external(checkpoint, proto, dtype, shape)
     elif raw is not None:
-        tensor = Tensor(name, dtype, shape, path, raw[0], raw[1] - raw[0])
+        tensor = Tensor(name, dtype, shape, path, raw[0], raw[1] - raw[0], now)
     else:
         held = onnx.numpy_helper.to_array(proto).tobytes()
-        tensor = Held(name, dtype, shape, path, span[0], len(held), held)
+        tensor = Held(name, dtype, shape, path, span[0], len(held), data=held)
     if tensor.nbytes != nbytes(dtype, shape):
         raise CorruptError(
             "an initializer's bytes are not those of its shape",
@@ -209,9 +226,17 @@ def _add(checkpoint: Checkpoint, onnx: Any, data: mmap.mmap, span: Span) -> None
     checkpoint.tensors[name] = tensor
 
 
+def _text(value: str | bytes, path: Path) -> str:
+    """A string of the model; protobuf passes on the bytes of one that is not UTF-8. Raises CorruptError."""
+    if isinstance(value, bytes):
+        raise CorruptError("a name is not UTF-8", file=path, found=shown(repr(value)))
+    return value
+
+
 def _external(checkpoint: Checkpoint, proto: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """An initializer in a file of its own, or in one that it shares; the place is relative to the model's directory."""
-    said = {entry.key: entry.value for entry in proto.external_data}
+    path = checkpoint.path
+    said = {_text(entry.key, path): _text(entry.value, path) for entry in proto.external_data}
     location = said.get("location", "")
     where: dict[str, Any] = {"file": checkpoint.path, "tensor": proto.name}
     place = PurePosixPath(location)
@@ -230,30 +255,41 @@ def _external(checkpoint: Checkpoint, proto: Any, dtype: str, shape: tuple[int, 
     if not file.is_file():
         raise CorruptError("external data is not a regular file", **where, found=location)
     offset, length = said.get("offset", "0"), said.get("length", str(nbytes(dtype, shape)))
-    if not (offset.isascii() and offset.isdigit() and length.isascii() and length.isdigit()):
-        raise CorruptError("external data without a place", **where, found=f"offset {offset!r}, length {length!r}")
-    size = file.stat().st_size
-    if int(offset) + int(length) > size:
+    if not all(number.isascii() and number.isdigit() and len(number) < 40 for number in (offset, length)):
+        raise CorruptError(
+            "external data without a place",
+            **where,
+            found=f"offset {shown(repr(offset))}, length {shown(repr(length))}",
+        )
+    with open(file, "rb") as f:
+        now = state(f)
+    if int(offset) + int(length) > now.size:
         raise CorruptError(
             "external data is truncated",
             **where,
-            found=f"{size} bytes in {location}",
+            found=f"{now.size} bytes in {location}",
             need=f"{int(offset) + int(length)}",
             do="download or copy it again",
         )
-    return Tensor(proto.name, dtype, shape, file, int(offset), int(length))
+    return Tensor(proto.name, dtype, shape, file, int(offset), int(length), now)
 
 
 def _nodes(checkpoint: Checkpoint, onnx: Any, graph: Any) -> Iterator[dict[str, Any]]:
     """Every node, those of inner graphs (branches, loop bodies) after the one that has them."""
+    path = checkpoint.path
     for node in graph.node:
         attributes: dict[str, int | str] = {}
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.INT:
-                attributes[attribute.name] = attribute.i
+                attributes[_text(attribute.name, path)] = attribute.i
             elif attribute.type == onnx.AttributeProto.STRING:
-                attributes[attribute.name] = attribute.s.decode("utf-8", "replace")
-        yield {"op": node.op_type, "domain": node.domain, "inputs": list(node.input), "attributes": attributes}
+                attributes[_text(attribute.name, path)] = attribute.s.decode("utf-8", "replace")
+        yield {
+            "op": _text(node.op_type, path),
+            "domain": _text(node.domain, path),
+            "inputs": [_text(name, path) for name in node.input],
+            "attributes": attributes,
+        }
         for attribute in node.attribute:
             for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
                 if inner.initializer:

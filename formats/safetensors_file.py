@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from . import strict_json
 from .errors import CorruptError, UnsupportedError, WarptileError
 from .strict_json import shown
-from .tensor import DTYPES, Tensor, nbytes
+from .tensor import DTYPES, State, Tensor, nbytes, state
 
 MAX_HEADER = 100_000_000
 MAX_TENSORS = 500_000
@@ -62,12 +62,22 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         WarptileError: it cannot be opened.
     """
     path = Path(path)
-    text, size = _header(path)
+    text, now = _header(path)
     refusal = _gate(path, text)
+    found = parse_header(path, text, now.size, now)
+    if refusal is not None:
+        raise refusal
+    return found
+
+
+def parse_header(
+    path: Path, text: bytes, size: int, now: State | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What the JSON of a header says of a file of ``size`` bytes; ``path`` is only named. Raises as ``read_header``."""
     header = strict_json.parse(text, path, "the header")
     metadata = _metadata(header.pop(METADATA, {}), path)
     start = 8 + len(text)
-    tensors = [_tensor(name, entry, path, start) for name, entry in header.items()]
+    tensors = [_tensor(name, entry, path, start, now) for name, entry in header.items()]
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
     end = start
     for t in tensors:
@@ -88,22 +98,20 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             need=f"{end}, by its header",
             do="download or copy it again",
         )
-    if refusal is not None:
-        raise refusal
     return {t.name: t for t in tensors}, metadata
 
 
-def _header(path: Path) -> tuple[bytes, int]:
-    """The header's bytes and the file's length. Only regular files are opened: a pipe would never answer."""
+def _header(path: Path) -> tuple[bytes, State]:
+    """The header's bytes and the file's state. Only regular files are opened: a pipe would never answer."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UnsupportedError("not a regular file", file=path, need="a .safetensors file")
         with open(path, "rb") as f:
-            size, head = os.fstat(f.fileno()).st_size, f.read(24)
+            now, head = state(f), f.read(24)
             length = int.from_bytes(head[:8], "little")
-            _check_length(path, size, head, length)
+            _check_length(path, now.size, head, length)
             f.seek(8)
-            return f.read(length), size
+            return f.read(length), now
     except OSError as e:
         raise WarptileError("cannot be read", file=path, found=e.strerror) from None
 
@@ -168,7 +176,7 @@ def _metadata(value: object, path: Path) -> dict[str, str]:
     return value
 
 
-def _tensor(name: str, entry: object, path: Path, start: int) -> Tensor:
+def _tensor(name: str, entry: object, path: Path, start: int, now: State | None) -> Tensor:
     """One row of the header, checked by itself; ``start`` is where the data begins in the file."""
 
     def corrupt(what: str, found: object, need: object) -> CorruptError:
@@ -199,7 +207,7 @@ def _tensor(name: str, entry: object, path: Path, start: int) -> Tensor:
     if bits != 8 * (offsets[1] - offsets[0]):
         need = f"{bits / 8:g} for {dtype} {shown(shape)}"
         raise corrupt("size and shape disagree", f"{offsets[1] - offsets[0]} bytes", need)
-    return Tensor(name, dtype, tuple(shape), path, start + offsets[0], offsets[1] - offsets[0])
+    return Tensor(name, dtype, tuple(shape), path, start + offsets[0], offsets[1] - offsets[0], now)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from os import PathLike
 from typing import Any, NoReturn
 
 from .errors import CorruptError
+
+HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")  # pairs too: a second look tells
 
 
 def parse(data: bytes, file: str | PathLike[str], what: str, *, constants: bool = False) -> dict[str, Any]:
@@ -40,9 +43,20 @@ def parse(data: bytes, file: str | PathLike[str], what: str, *, constants: bool 
         raise CorruptError(f"{what} is nested too deeply", file=file) from None
     except ValueError as e:
         raise CorruptError(f"{what} is not JSON", file=file, found=shown(e)) from None
+    if HALF_PAIR.search(data) and not _is_text(value):
+        raise CorruptError(f"{what} has half a surrogate pair", file=file, need="characters")
     if not isinstance(value, dict):
         raise CorruptError(f"{what} is not a JSON object", file=file, found=kind(value), need="{...}")
     return value
+
+
+def _is_text(value: object) -> bool:
+    """Whether all strings can be written again."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def kind(value: object) -> str:

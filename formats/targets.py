@@ -43,7 +43,7 @@ def schemes(config: Mapping[str, Any], file: str) -> dict[str, Scheme]:
 def matches(name: str, pattern: str, file: str) -> bool:
     """Whether a pattern means the module, if the module is a linear."""
     if pattern.startswith(REGEX):
-        return matcher(pattern.removeprefix(REGEX), len(name), file).match(name) is not None
+        return matcher(pattern.removeprefix(REGEX), len(name), file).match(name)
     return pattern in (name, EVERY)
 
 

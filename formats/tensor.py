@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import IO, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import ml_dtypes
@@ -58,6 +58,20 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     return -(-prod(shape) * DTYPES[dtype][1] // 8)
 
 
+class State(NamedTuple):
+    """What changes when somebody writes to a file or puts another in its place."""
+
+    size: int
+    changed: int
+    """Nanoseconds."""
+
+
+def state(file: IO[bytes]) -> State:
+    """Of an open file."""
+    found = os.fstat(file.fileno())
+    return State(found.st_size, found.st_mtime_ns)
+
+
 @dataclass(frozen=True)
 class Tensor:
     """``nbytes`` bytes at ``offset`` of ``file``; nothing is read until ``array`` or ``raw`` is called."""
@@ -69,14 +83,16 @@ class Tensor:
     file: Path
     offset: int
     nbytes: int
+    state: State | None = None
+    """Of the file when its header was read: offsets say nothing of another."""
 
     def raw(self) -> Array:
-        """uint8 [nbytes], read-only, memory mapped. Raises CorruptError when the file has shrunk since then."""
+        """uint8 [nbytes], read-only, memory mapped. Raises CorruptError when the file has changed since then."""
         if not self.nbytes:
             empty = np.empty(0, np.uint8)
             empty.setflags(write=False)
             return empty
-        mapped = _mapped(self.file)
+        mapped = _mapped(self.file, self.state)
         if self.offset + self.nbytes > len(mapped):
             raise CorruptError(
                 "the file is shorter than when it was opened",
@@ -120,7 +136,7 @@ class Tensor:
         """Unmap its pages: they stay in the system's cache, but no longer count as this process's."""
         if not self.nbytes:
             return
-        mapped = _mapped(self.file)
+        mapped = _mapped(self.file, self.state)
         first = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (self.offset + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0:
@@ -132,10 +148,17 @@ _MAPS: WeakValueDictionary[tuple[str, int, int, int, int], mmap.mmap] = WeakValu
 _LOCK = Lock()
 
 
-def _mapped(file: Path) -> mmap.mmap:
+def _mapped(file: Path, then: State | None) -> mmap.mmap:
     try:
         with open(file, "rb") as f:
             stat = os.fstat(f.fileno())
+            if then is not None and then != state(f):
+                raise CorruptError(
+                    "the file was changed after it was opened",
+                    file=file,
+                    found=f"{stat.st_size} bytes, {then.size} before",
+                    do="wait until nothing writes to it, and begin again",
+                )
             key = (str(file), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
             with _LOCK:
                 found = _MAPS.get(key)
