@@ -1,11 +1,14 @@
 # make demo   venv + install + convert a real GPTQ checkpoint, inspect, verify, multiply
 # make test   every test that needs no GPU
+# make fuzz   every reader, SECONDS each (docs/security.md)
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 DEMO   := examples/llama-tiny-gptq-w4g64
 
-.PHONY: demo test clean
+SECONDS ?= 10
+
+.PHONY: demo test fuzz clean
 
 $(BIN)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +24,10 @@ demo: $(BIN)/.installed
 
 test: $(BIN)/.installed
 	$(BIN)/python -m pytest -q
+
+fuzz: $(BIN)/.installed
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
+	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,300 @@
+"""What is fuzzed: functions of bytes that raise nothing, or have found something. ``run.py`` drives them.
+
+A file is read, or refused with a WarptileError; what is read gives its very bytes back, and fits the layouts that
+accept it. Anything else is a finding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiny import NOWHERE, TINY, Tiny, in_memory
+from warptile.convert import origin, plan
+from warptile.formats import artifact, gguf_header, patterns, safetensors_file, sources, strict_json
+from warptile.formats.canonical import QuantTensor, same
+from warptile.formats.container import Checkpoint, dtype_name, open_checkpoint
+from warptile.formats.errors import UnsupportedError, WarptileError
+from warptile.formats.spec import stored
+from warptile.kernels import layouts
+from warptile.kernels.launch import Device
+from warptile.runtime.catalog import Catalog
+
+from .edits import Choices, edited, retell
+
+DATA = Path(__file__).parent.parent / "data"
+SLOW = 2.0
+"""Seconds after which an answer is a finding."""
+DEVICES = (Device(80, 108, 166912), Device(90, 132, 232448, (13, 3)), Device(120, 170, 101376))
+
+
+@dataclass(frozen=True)
+class Target:
+    run: Callable[[bytes], None]
+    seeds: Callable[[], Iterator[bytes]]
+    max_len: int = 64
+
+
+def safetensors_header(data: bytes) -> None:
+    """The header's JSON and eight bytes that say how long the file is."""
+    size, text = int.from_bytes(data[:4], "little"), data[4:]
+    try:
+        tensors, _ = safetensors_file.parse_header(NOWHERE, text, size)
+    except WarptileError:
+        return
+    assert sum(t.nbytes for t in tensors.values()) == size - 8 - len(text)
+    assert all(8 + len(text) <= t.offset <= t.offset + t.nbytes <= size for t in tensors.values())
+
+
+def gguf(data: bytes) -> None:
+    try:
+        header = gguf_header.parse_header(NOWHERE, data)
+    except WarptileError:
+        return
+    end = 0
+    for t in header.tensors:
+        assert end <= t.offset <= t.offset + t.nbytes <= len(data), t
+        end = t.offset + t.nbytes
+
+
+def config_json(data: bytes) -> None:
+    """A configuration beside a module of every kind in turn."""
+    base = list(TINY.values())[data[0] % len(TINY)] if data else TINY["awq"]
+    try:
+        config = strict_json.parse(data[1:], NOWHERE, "it", constants=True)
+        found = plan.claims(replace(base, quantization=config, config=config).checkpoint(), None)
+    except WarptileError:
+        return
+    checkpoint = replace(base, quantization=config, config=config).checkpoint()
+    for module, (source, _) in found.items():
+        try:
+            sources()[source].describe(checkpoint, module)
+        except WarptileError:
+            continue
+
+
+def rules(data: bytes) -> None:
+    """A regular expression of a configuration against a module's name."""
+    name = "model.layers.0.self_attn.q_proj" + "a" * 24
+    start = time.process_time()
+    with suppress(WarptileError):
+        patterns.matcher(data.decode("utf-8", "replace"), len(name), "config.json").match(name)
+        patterns.matcher(data.decode("utf-8", "replace"), len(name), "config.json", anywhere=True).search(name)
+    assert time.process_time() - start < SLOW
+
+
+def source(name: str, data: bytes) -> None:
+    """Edits of a module of one source."""
+    bases = _bases(name)
+    choices = Choices(data)
+    checkpoint = edited(choices.one(bases), choices).checkpoint()
+    start = time.process_time()
+    try:
+        found = plan.claims(checkpoint, None)
+    except WarptileError:
+        return
+    for module, (reader, members) in found.items():
+        try:
+            check_module(checkpoint, module, reader, members)
+        except WarptileError:
+            continue
+    assert time.process_time() - start < SLOW
+
+
+@cache
+def _bases(name: str) -> list[Any]:
+    return [tiny for tiny in TINY.values() if tiny.source == name]
+
+
+def check_module(checkpoint: Checkpoint, module: str, reader: str, members: tuple[str, ...]) -> None:
+    """describe foretells read, write gives the very bytes, and layouts hold what they accept."""
+    format_ = sources()[reader]
+    outline = format_.describe(checkpoint, module)
+    q: QuantTensor = format_.read(checkpoint, module).check()
+    assert q.outline() == outline, (q.outline(), outline)
+    json.dumps(q.source)
+    check_written(checkpoint, format_.write(module, q), members)
+    for layout in layouts().values():
+        if layout.accepts(outline) is None:
+            tensors, spec = layout.pack(q)
+            assert spec == layout.spec(outline)
+            found = {suffix: (dtype_name(a.dtype), a.shape) for suffix, a in tensors.items()}
+            assert found == {s: need for s, need in stored(spec, layout).items() if s in found}, found
+            back = replace(layout.unpack(tensors, spec), source=q.source, residue=q.residue)
+            assert same(back, q) is None, same(back, q)
+            check_written(checkpoint, format_.write(module, back), members)
+
+
+def check_written(checkpoint: Checkpoint, written: dict[str, Any], members: tuple[str, ...]) -> None:
+    assert sorted(written) == sorted(members), (sorted(written), members)
+    for name, array in written.items():
+        tensor = checkpoint.tensors[name]
+        assert (dtype_name(array.dtype), array.shape) == (tensor.dtype, tensor.shape), name
+        assert np.ascontiguousarray(array).tobytes() == tensor.raw().tobytes(), name
+
+
+def spec(data: bytes) -> None:
+    """Edits of an artifact: what its metadata says and what its tensors are."""
+    choices = Choices(data)
+    tensors, said = choices.one(_artifacts())
+    tiny = Tiny("", tensors, said["modules"])
+    if choices.below(3) == 0:
+        tiny = edited(tiny, choices)
+    else:
+        while choices.left:
+            tiny = replace(tiny, quantization=retell(tiny.quantization, choices))
+    said = {**said, "modules": tiny.quantization}
+    metadata = {"warptile": json.dumps(said), "source_quantization": '{"quant_method": "gptq"}'}
+    checkpoint = replace(in_memory(tiny.tensors, {}, tiny.config), metadata=metadata, file_metadata={NOWHERE: metadata})
+    try:
+        found = artifact.check_artifact(checkpoint, layouts())
+        catalog = Catalog(found)
+    except WarptileError:
+        return
+    for name, module in found.modules.items():
+        layout = layouts()[module["layout"]]
+        for device, x_dtype in product(DEVICES, ("f16", "bf16")):
+            with suppress(UnsupportedError):
+                layout.plan(module, 1 << (len(data) % 8), device, x_dtype)
+        try:
+            q = found.quant(name).check()
+            again, _ = layout.pack(q)
+            assert {s: a.shape for s, a in again.items()} == {s: a.shape for s, a in found.tensors(name).items()}
+            catalog.decoded(catalog.module(name))
+            origin.restored(found, name, {})
+        except WarptileError:
+            continue
+
+
+@cache
+def _artifacts() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    out = []
+    for tiny in TINY.values():
+        checkpoint, reader = tiny.checkpoint(), sources()[tiny.source]
+        (module,) = reader.modules(checkpoint)
+        q = reader.read(checkpoint, module)
+        for layout in layouts().values():
+            if layout.accepts(q.outline()) is None:
+                packed, layout_spec = layout.pack(q)
+                kept = artifact.as_stored(packed, q.residue)
+                modules = {module: artifact.module_spec(layout_spec, q.source, q.outline().residue)}
+                tensors = {f"{module}.{s}": (dtype_name(a.dtype), a.shape, a.tobytes()) for s, a in kept.items()}
+                out.append((tensors, {"version": 1, "modules": modules}))
+    return out
+
+
+def onnx_model(data: bytes) -> None:
+    path = _scratch() / "m.onnx"
+    path.write_bytes(data)
+    try:
+        checkpoint = open_checkpoint(path)
+        found = plan.claims(checkpoint, None)
+    except WarptileError:
+        return
+    for tensor in checkpoint.tensors.values():
+        assert tensor.raw().size == tensor.nbytes
+    for module, (reader, members) in found.items():
+        try:
+            check_module(checkpoint, module, reader, members)
+        except WarptileError:
+            continue
+
+
+@cache
+def _scratch() -> Path:
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else None))
+
+
+def _headers() -> Iterator[bytes]:
+    """Of real files, cut to a few tensors; then small ones of every dtype."""
+    for file in sorted(DATA.glob("*/*.safetensors")):
+        raw = file.read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        kept = sorted((v["data_offsets"], k) for k, v in header.items() if k != "__metadata__")[:3]
+        text = json.dumps({k: v for k, v in header.items() if k == "__metadata__" or k in {name for _, name in kept}})
+        yield (8 + len(text) + kept[-1][0][1]).to_bytes(4, "little") + text.encode()
+    for dtype, (_, bits) in safetensors_file.DTYPES.items():
+        text = json.dumps({"a": {"dtype": dtype, "shape": [8], "data_offsets": [0, bits]}})
+        yield (8 + len(text) + bits).to_bytes(4, "little") + text.encode()
+
+
+def _ggufs() -> Iterator[bytes]:
+    """Small files of every kind of value, and the heads of real ones."""
+    from gguf_files import Stored, content, model
+
+    some = [Stored("blk.0.attn_q.weight", "Q4_0", (32, 3)), Stored("a", "F32", (4,)), Stored("b", "F16", (3, 2))]
+    yield content(some, {**model(head_count=2), "t": ("strings", ["a", "bc"]), "f": ("f32s", [1.0, 2.0])})
+    yield content(
+        some[:2], {"general.alignment": ("u32", 64), "split.count": ("u16", 1), "u": ("u64", 7)}, alignment=64
+    )
+    yield content(version=2)
+    for file in sorted(DATA.glob("*/*.gguf")):
+        yield file.read_bytes()[:600]
+
+
+def _configs() -> Iterator[bytes]:
+    for i, tiny in enumerate(TINY.values()):
+        yield bytes([i]) + json.dumps(tiny.quantization).encode()
+    for file in sorted(DATA.glob("*/*.json")):
+        text = json.loads(file.read_text())
+        yield b"\0" + json.dumps(text.get("quantization_config", text)).encode()
+
+
+def _rules() -> Iterator[bytes]:
+    yield from (
+        b"(a+)+$",
+        rb".*\.0\..*down_proj.*",
+        b"re:.*(q|k|v)_proj$",
+        b"(?:a|a)*b",
+        b"(.*)*",
+        b"[^.]+?x{1,9}",
+    )
+    yield from (rb"(a|aa)+$", b"(?=(a+))\\1b", b"a?" * 20 + b"a" * 20, b".*" * 6 + b"x")
+
+
+def _models() -> Iterator[bytes]:
+    import onnx
+
+    for file in sorted(DATA.glob("*/*.onnx")):
+        model = onnx.load(file)
+        del model.graph.initializer[:]
+        yield model.SerializeToString()
+    tiny = TINY["matmulnbits"]
+    arrays = {name: t.array() for name, t in tiny.checkpoint().tensors.items()}
+    (node,) = tiny.quantization["nodes"]
+    proto = onnx.helper.make_node(node["op"], node["inputs"], ["y"], domain=node["domain"], **node["attributes"])
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [None])
+    initializers = [onnx.numpy_helper.from_array(a, name) for name, a in arrays.items()]
+    graph = onnx.helper.make_graph([proto], "g", [value], [value], initializers)
+    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in tiny.quantization["opsets"].items()]
+    yield onnx.helper.make_model(graph, opset_imports=opsets).SerializeToString()
+
+
+def _edits(count: int) -> Iterator[bytes]:
+    """Every base as it is, then each kind of edit once."""
+    for base in range(count):
+        yield bytes([base])
+    for edit in range(12):
+        yield bytes([0, edit, *range(edit, edit + 6)])
+
+
+TARGETS = {
+    "safetensors_header": Target(safetensors_header, _headers, 1024),
+    "gguf_header": Target(gguf, _ggufs, 768),
+    "config_json": Target(config_json, _configs, 2048),
+    "rules": Target(rules, _rules, 128),
+    "artifact": Target(spec, lambda: _edits(len(_artifacts()))),
+    "onnx_model": Target(onnx_model, _models, 2048),
+    **{f"read_{name}": Target(partial(source, name), partial(_edits, len(_bases(name)))) for name in sources()},
+}

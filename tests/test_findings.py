@@ -1,0 +1,87 @@
+"""What fuzzing and reading found, each with the smallest input that showed it; and every seed of every target."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from fuzz.targets import TARGETS, check_module
+from tiny import TINY, Tiny, f32
+from warptile.convert import plan
+from warptile.formats import gptq_zeros, patterns, sources
+from warptile.formats.errors import CorruptError, UnsupportedError
+
+
+def beside(base: str, **tensors: tuple[str, tuple[int, ...], bytes]) -> Tiny:
+    named = {name.replace("__", "."): stored for name, stored in tensors.items()}
+    return replace(TINY[base], tensors={**TINY[base].tensors, **named})
+
+
+FOUND: dict[str, Tiny] = {
+    "text_config that is null": replace(TINY["fp8 shards"], config={"text_config": []}),
+    "config_groups that is a list": TINY["fp8 blocks"].said(config_groups=[1]),
+    "nodes that are a number": TINY["gguf Q4_0"].said(quant_method="onnx", nodes=3),
+    "nodes without inputs": TINY["matmulnbits"].said(nodes=[{"op": "MatMulNBits"}]),
+    "a packing_format that is a list": TINY["gptq sym"].said(
+        quant_method="auto-round", checkpoint_format=None, packing_format=[]
+    ),
+    "codes twice, integers": beside("compressed_tensors", a__weight=("I8", (16, 64), bytes(1024))),
+    "codes twice, mxfp4": beside("mxfp4", a__weight=("U8", (8, 32), bytes(256))),
+    "a name that begins with a dot": replace(
+        TINY["awq"], tensors={name[1:]: stored for name, stored in TINY["awq"].tensors.items()}
+    ),
+    "a kept tensor of half bytes": TINY["nvfp4"].with_(input_scale=("F6_E2M3", (8,), bytes(6))),
+    "weight_shape of floats": beside("mxfp4", a__weight_shape=f32(float("nan"), 64.0)),
+    "zero points that are complex": beside("fp8 blocks", a__weight_zero_point=("C64", (1,), bytes(8))),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_is_read_exactly_or_refused(name: str) -> None:
+    checkpoint = FOUND[name].checkpoint()
+    with suppress(CorruptError, UnsupportedError):
+        for module, (reader, members) in plan.claims(checkpoint, None).items():
+            check_module(checkpoint, module, reader, members)
+
+
+@pytest.mark.parametrize("pattern", ["(?x)(a+) +$", "(a+)(?#x)+$", "(?x:(a|aa) +$)", "(?i)(?x)(a+) +$"])
+def test_what_hides_a_nested_repetition_is_refused(pattern: str) -> None:
+    with pytest.raises(UnsupportedError, match="in reasonable time"):
+        patterns.matcher(pattern, 60, "config.json")
+
+
+def test_rules_that_are_quick_one_by_one_are_not_waited_for_together() -> None:
+    def match_all() -> None:
+        for _ in range(100_000):
+            patterns.matcher(".*a.*a.*a.*b", 58, "config.json").match("a" * 58)
+
+    start = time.process_time()
+    with pytest.raises(UnsupportedError, match="in reasonable time"):
+        match_all()
+    assert time.process_time() - start < 4
+
+
+def test_zeros_that_a_source_entry_promises_and_an_artifact_lacks() -> None:
+    with pytest.raises(ValueError, match="there are none"):
+        gptq_zeros.store(None, {"convention": "gptq"}, 1, 8, 4)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_seed_is_read_or_refused(name: str) -> None:
+    for seed in TARGETS[name].seeds():
+        TARGETS[name].run(seed)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_flipped_byte_is_given_back_or_refused(name: str) -> None:
+    tiny = TINY[name]
+    reader = sources()[tiny.source]
+    for tensor, (dtype, shape, data) in tiny.tensors.items():
+        for at in range(0, len(data), max(1, len(data) // 6)):
+            flipped = data[:at] + bytes([data[at] ^ 0x81]) + data[at + 1 :]
+            checkpoint = replace(tiny, tensors={**tiny.tensors, tensor: (dtype, shape, flipped)}).checkpoint()
+            with suppress(CorruptError, UnsupportedError):
+                ((module, members),) = reader.modules(checkpoint).items()
+                check_module(checkpoint, module, tiny.source, members)

@@ -1,0 +1,49 @@
+"""Every file of the corpus is refused: its exit code, one line without control characters, nothing left, in time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hostile import CORPUS, Hostile
+from warptile.convert.cli import main
+
+SECONDS, BYTES = 2.0, 200 << 20
+DISK = 64 << 10
+
+
+def peak() -> int:
+    """The most memory this process has had since ``forget``, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def forget() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+@pytest.mark.parametrize("row", CORPUS, ids=[row.name for row in CORPUS])
+def test_it_is_refused(row: Hostile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    src = row.build(tmp_path)
+    files = [src] if src.is_file() else [p for p in src.rglob("*") if p.is_file() and not p.is_symlink()]
+    assert sum(512 * p.stat().st_blocks for p in files) <= DISK
+    before = sorted(tmp_path.rglob("*"))
+    forget()
+    most, start = peak(), time.process_time()
+    code = main([*row.command, str(src), *([str(tmp_path / "out")] if row.writes else [])])
+    took, grown = time.process_time() - start, peak() - most
+    out, err = capsys.readouterr()
+    assert (code, out) == (row.code, ""), err
+    assert err.startswith("error: ")
+    assert (err.count("\n"), err[-1]) == (1, "\n")
+    assert err[:-1].isprintable(), err
+    assert all(word in err for word in row.words), err
+    assert len(err) < 2000
+    assert sorted(tmp_path.rglob("*")) == before
+    assert took < SECONDS
+    assert grown < BYTES
+
+
+def test_the_corpus_is_large_and_its_names_are_its_own() -> None:
+    assert len({row.name for row in CORPUS}) == len(CORPUS) >= 120
