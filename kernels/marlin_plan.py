@@ -195,6 +195,8 @@ def refuse_tile(spec: Spec, device: Device, x_dtype: str, t: Tiled) -> str | Non
         return f"needs {t.shared + STATIC} bytes of shared memory, a block has {device.shared}"
     if t.blocks * t.columns > 16 and scales.mixed(spec, x_dtype):
         return f"{spec['scale']} scales multiply {x_dtype} sums in fp32, which leaves too few registers"
+    if t.blocks * t.columns > 8 and scales.mixed(spec, x_dtype) and _run(spec, 4) == 1 and scales.wide(spec):
+        return f"{spec['scale']} scales of every 16 k and fp32 sums they multiply take too many registers"
     return None
 
 

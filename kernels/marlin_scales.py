@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from ..formats.canonical import ELEMENTS
+from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 
 Spec = Mapping[str, Any]
 
@@ -64,6 +64,11 @@ def factor(spec: Spec) -> bool:
 def mixed(spec: Spec, x_dtype: str) -> bool:
     """Scales that would not multiply 16-bit weights with one rounding: they multiply fp32 sums, a second set."""
     return bool(spec["group"] != -1 and (spec["scale"] != x_dtype or ELEMENTS[spec["element"]].is_float))
+
+
+def wide(spec: Spec) -> bool:
+    """Scales of more than a byte for each column, which take a register or a half each."""
+    return not block(spec) and SCALE_DTYPES[spec["scale"]].itemsize > 1
 
 
 def args(spec: Spec) -> tuple[int, ...]:
