@@ -199,6 +199,8 @@ def _add(checkpoint: Checkpoint, onnx: Any, data: mmap.mmap, span: Span, now: St
         raise CorruptError(
             "an initializer needs a name of its own and a shape", file=path, tensor=name or None, found=list(shape)
         )
+    if prod(extent for extent in shape if extent) >= 2**56:
+        raise CorruptError("the shape overflows", file=path, tensor=name, found=list(shape), need="fewer than 2^56")
     bits = NARROW.get(proto.data_type)
     dtype = "U8" if bits else DTYPES.get(proto.data_type)
     if dtype is None or (bits and raw is None and proto.data_location != EXTERNAL):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fuzz.targets import TARGETS, check_module
 from tiny import TINY, Tiny, f32
 from warptile.convert import plan
 from warptile.formats import gptq_zeros, patterns, sources
+from warptile.formats.container import open_checkpoint
 from warptile.formats.errors import CorruptError, UnsupportedError
 
 
@@ -66,6 +68,17 @@ def test_rules_that_are_quick_one_by_one_are_not_waited_for_together() -> None:
 def test_zeros_that_a_source_entry_promises_and_an_artifact_lacks() -> None:
     with pytest.raises(ValueError, match="there are none"):
         gptq_zeros.store(None, {"convention": "gptq"}, 1, 8, 4)
+
+
+def test_an_initializer_of_no_bytes_and_endless_extents(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    model = onnx.ModelProto()
+    model.opset_import.add(version=21)
+    model.graph.name = "g"
+    model.graph.initializer.add(name="a", data_type=1, dims=[0, 2**40, 2**40], raw_data=b"")
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(CorruptError, match="overflows"):
+        open_checkpoint(tmp_path / "m.onnx")
 
 
 @pytest.mark.parametrize("name", TARGETS)

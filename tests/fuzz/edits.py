@@ -140,6 +140,8 @@ class Choices:
 
 def fitted(dtype: str, shape: tuple[int, ...], data: bytes) -> Stored:
     """What a container would have let through: as many bytes as the shape needs, and not too many."""
+    if prod(extent for extent in shape if extent) >= 2**56:
+        shape = (0,)
     if prod(shape) * DTYPES[dtype][1] > 8 * MOST:
         shape = (0, *shape[1:])
     if prod(shape) * DTYPES[dtype][1] % 8:
