@@ -209,7 +209,9 @@ def _(contents: Contents) -> dict[str, Any]:
 def _(result: Verified) -> str:
     modules = _count(result.modules, "module")
     if result.against is None:
-        return printable(f"{result.path}: {modules} unpacked and packed to the same bytes")
+        return printable(
+            f"{result.path}: {modules} unpacked and packed to the same bytes; --against SRC compares values"
+        )
     others = _count(result.passed_through, "other tensor")
     return printable(f"{result.path}: {modules} and {others}, equal to {result.against}")
 

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..formats import sources
-from ..formats.artifact import Artifact, open_artifact
-from ..formats.bits import contiguous
-from ..formats.canonical import QuantTensor
-from ..formats.container import Checkpoint, companion, open_checkpoint
+from ..formats.artifact import NARROW, Artifact, open_artifact
+from ..formats.canonical import ELEMENTS, QuantTensor
+from ..formats.container import CONFIG, Checkpoint, companion, open_checkpoint
 from ..formats.errors import VerifyError
 from ..formats.options import Options
-from ..formats.stream import Pieces, Stream, rectangles
+from ..formats.stream import Pieces, recoded, streamed
 from ..kernels import layouts
-from . import origin
-from .jobs import COPIED, ahead, open_stream, threads, window
+from . import compare, origin
+from .jobs import open_stream, threads
 from .progress import Progress
-
-Array = NDArray[Any]
-Position = tuple[int, ...]
-Difference = tuple[int, Position, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,9 @@ class Verified:
     against: Path | None
     modules: int
     passed_through: int
-    """Tensors compared byte for byte; 0 without a source."""
+    """Tensors that belong to no module; they are compared only with a source."""
+    files: int = 0
+    """config.json, side files and companions that were compared; 0 without a source."""
 
 
 def verify(
@@ -47,10 +40,11 @@ def verify(
 ) -> Verified:
     """Check an artifact; with ``against``, compare all of it with the checkpoint it was made from.
 
-    Without: every spec fits its tensors, and packing what they unpack to gives the same bytes (padding included).
-    With: every module's canonical form and every other tensor equals the source's, and neither has more; the source
-    is read with the options of the conversion, unless others are given. ``workers`` threads compare slabs of codes;
-    0 is one for every core.
+    Without: every spec fits its tensors, packing what they unpack to gives the same bytes (padding included), and
+    widened codes are those of the narrow element. Nothing is known of values, nor of tensors that passed through.
+    With: the same, and every module's canonical form, every other tensor and every file that ``unpack`` gives back
+    equals the source's, and neither has more; the source is read with the options of the conversion, unless others
+    are given. ``workers`` threads compare slabs of codes; 0 is one for every core.
 
     Raises:
         VerifyError: the first module, part and position that differ.
@@ -63,7 +57,7 @@ def verify(
             for name in artifact.modules:
                 _repack(artifact, name, pool)
                 _passed(progress, artifact.checkpoint, artifact.names(name))
-            return Verified(Path(path), None, len(artifact.modules), 0)
+            return Verified(Path(path), None, len(artifact.modules), len(artifact.passthrough))
         source = open_checkpoint(Path(against), Options(**(origin.options(artifact.checkpoint) | options)))
         readers = {name: artifact.modules[name]["source"]["format"] for name in artifact.modules}
         for name in artifact.modules:
@@ -74,21 +68,43 @@ def verify(
             if name not in claimed[reader]:
                 raise VerifyError("the source has no such module", file=source.path, tensor=name)
             _compare_module(artifact, source, name, reader, pool)
+            _repack(artifact, name, pool)
             consumed.update(claimed[reader][name])
             for member in claimed[reader][name]:
                 source.tensors[member].release()
             _passed(progress, artifact.checkpoint, artifact.names(name))
         for name in artifact.passthrough:
-            _compare_tensor(artifact.checkpoint, source, name, pool)
+            if name not in source.tensors:
+                raise VerifyError("the source has no such tensor", file=source.path, tensor=name)
+            found = artifact.checkpoint.tensors[name]
+            compare.same_tensor(name, artifact.checkpoint.path, found, source.tensors[name], pool)
             source.tensors[name].release()
             _passed(progress, artifact.checkpoint, [name])
-        for suffix, content in source.companions.items():
-            _compare_companion(companion(artifact.checkpoint.path, suffix), content)
         kept = consumed | set(artifact.passthrough)
         missing = [name for name in source.tensors if name not in kept]
         if missing:
             raise VerifyError("the artifact lost a tensor", file=path, tensor=missing[0], need=f"as in {against}")
-        return Verified(Path(path), Path(against), len(artifact.modules), len(artifact.passthrough))
+        files = _compare_files(artifact, source)
+        return Verified(Path(path), Path(against), len(artifact.modules), len(artifact.passthrough), files)
+
+
+def _compare_files(artifact: Artifact, source: Checkpoint) -> int:
+    """How many files beside the weights were compared. Raises VerifyError for one that would come back changed."""
+    path, files = artifact.checkpoint.path, 0
+    for suffix, content in source.companions.items():
+        compare.same_bytes(companion(path, suffix), content)
+        files += 1
+    if not (path.is_dir() and source.path.is_dir()):
+        return files
+    config = source.path / CONFIG
+    if config.is_file():
+        if origin.restored_config(artifact.checkpoint) != config.read_bytes():
+            raise VerifyError("unpack would not give the source's config.json back", file=path / CONFIG)
+        files += 1
+    for file in source.side_files:
+        compare.same_bytes(path / file.name, file.read_bytes())
+        files += 1
+    return files
 
 
 def _passed(progress: Progress, checkpoint: Checkpoint, names: Iterable[str]) -> None:
@@ -98,6 +114,7 @@ def _passed(progress: Progress, checkpoint: Checkpoint, names: Iterable[str]) ->
 
 
 def _repack(artifact: Artifact, name: str, pool: Executor) -> None:
+    """Raise VerifyError unless packing what a module unpacks to gives its very spec and bytes."""
     spec = artifact.modules[name]
     layout, stored = layouts()[spec["layout"]], artifact.tensors(name)
     if hasattr(layout, "stream"):
@@ -112,20 +129,33 @@ def _repack(artifact: Artifact, name: str, pool: Executor) -> None:
     for suffix, need in packed.items():
         where, found = f"{name}.{suffix}", stored[suffix]
         if isinstance(need, Pieces):
-            _same_pieces(where, artifact.checkpoint.path, found, need, pool)
+            compare.same_pieces(where, artifact.checkpoint.path, found, need, pool)
         else:
-            _same(where, artifact.checkpoint.path, found, need)
+            compare.same(where, artifact.checkpoint.path, found, need)
+    _check_range(artifact, name, pool)
+
+
+def _check_range(artifact: Artifact, name: str, pool: Executor) -> None:
+    """Raise VerifyError for a widened code that the narrow element does not have."""
+    spec = artifact.modules[name]
+    narrow = spec["source"].get(NARROW)
+    if narrow is not None:
+        layout, stored = layouts()[spec["layout"]], artifact.tensors(name)
+        wide = layout.view(stored, spec) if hasattr(layout, "view") else streamed(layout.unpack(stored, spec))
+        codes = recoded(wide, ELEMENTS[narrow])
+        compare.codes_of_element(f"{name} codes", artifact.checkpoint.path, codes, pool)
 
 
 def _compare_module(artifact: Artifact, source: Checkpoint, name: str, reader: str, pool: Executor) -> None:
+    _check_range(artifact, name, pool)
     ours, theirs = artifact.stream(name), open_stream(source, reader, name)
     found, need = dict(_parts(ours.tensor)), dict(_parts(theirs.tensor))
     for part in (*need, *(p for p in found if p not in need)):
         where = f"{name} {part}"
         if part not in found or part not in need:
             raise VerifyError("only one of the two has it", file=artifact.checkpoint.path, tensor=where)
-        _same(where, artifact.checkpoint.path, found[part], need[part])
-    _same_codes(f"{name} codes", artifact.checkpoint.path, ours, theirs, pool)
+        compare.same(where, artifact.checkpoint.path, found[part], need[part])
+    compare.same_codes(f"{name} codes", artifact.checkpoint.path, ours, theirs, pool)
 
 
 def _parts(q: QuantTensor) -> Iterator[tuple[str, Any]]:
@@ -138,94 +168,3 @@ def _parts(q: QuantTensor) -> Iterator[tuple[str, Any]]:
             yield f"{kind}[{i}]", level.data
     yield from ((part, value) for part in ("zero", "perm", "bias") if (value := getattr(q, part)) is not None)
     yield from ((f"residue {suffix}", data) for suffix, data in q.residue.items())
-
-
-def _compare_tensor(artifact: Checkpoint, source: Checkpoint, name: str, pool: Executor) -> None:
-    if name not in source.tensors:
-        raise VerifyError("the source has no such tensor", file=source.path, tensor=name)
-    found, need = artifact.tensors[name], source.tensors[name]
-    if (found.dtype, found.shape) != (need.dtype, need.shape):
-        raise VerifyError(
-            "a tensor that passed through changed",
-            file=artifact.path,
-            tensor=name,
-            found=f"{found.dtype} {list(found.shape)}",
-            need=f"{need.dtype} {list(need.shape)}",
-        )
-
-    def task(first: int) -> Difference:
-        end = min(first + COPIED, need.nbytes)
-        return _difference(found.cut(first, end), need.cut(first, end), lambda at: (first + at[0],))
-
-    _refuse(name, artifact.path, pool.map(task, range(0, need.nbytes, COPIED)))
-
-
-def _compare_companion(file: Path, need: bytes) -> None:
-    if not file.is_file():
-        raise VerifyError("the artifact lost a file", file=file)
-    found = np.fromfile(file, np.uint8)
-    _same("all of it", file, found, np.frombuffer(need, np.uint8))
-
-
-def _same(where: str, file: Path, found: Any, need: Any) -> None:
-    """Raise unless two values, or all bytes of two arrays, are equal; integer arrays compare as numbers."""
-    if not isinstance(need, np.ndarray):
-        if found != need:
-            raise VerifyError("differs", file=file, tensor=where, found=found, need=need)
-        return
-    if found.shape != need.shape:
-        raise VerifyError("differs in shape", file=file, tensor=where, found=list(found.shape), need=list(need.shape))
-    _refuse(where, file, [_difference(found, need)])
-
-
-def _same_codes(where: str, file: Path, found: Stream, need: Stream, pool: Executor) -> None:
-    def task(rectangle: tuple[int, slice, slice]) -> Difference:
-        expert, rows, columns = rectangle
-        ours, theirs = found.slab(*rectangle), need.slab(*rectangle)
-        if ours.flags.c_contiguous != theirs.flags.c_contiguous:
-            ours, theirs = contiguous(ours), contiguous(theirs)
-        lead = () if found.tensor.experts is None else (expert,)
-        return _difference(ours, theirs, lambda at: (*lead, rows.start + at[0], columns.start + at[1]))
-
-    _refuse(where, file, pool.map(task, rectangles(need)))
-
-
-def _same_pieces(where: str, file: Path, found: Array, need: Pieces, pool: Executor) -> None:
-    flat, end, differences = found.reshape(-1), 0, []
-    for _, piece in ahead(((False, make) for make in need.makers), pool, window(1)):
-        start, end = end, end + piece.size
-        place = partial(_placed, start, found.shape)
-        differences.append(_difference(flat[start:end], piece.reshape(-1), place))
-    _refuse(where, file, differences)
-
-
-def _placed(start: int, shape: tuple[int, ...], at: Position) -> Position:
-    return tuple(int(i) for i in np.unravel_index(start + at[0], shape))
-
-
-def _difference(found: Array, need: Array, place: Callable[[Position], Position] = lambda at: at) -> Difference:
-    """(how many places differ, the first of them, what is there in each); ``place`` makes it a place in the whole."""
-    unequal = _bits(found) != _bits(need)
-    count = int(np.count_nonzero(unequal))
-    if not count:
-        return 0, (), None, None
-    at = tuple(int(i) for i in np.unravel_index(int(unequal.argmax()), unequal.shape))
-    return count, place(at), found[at], need[at]
-
-
-def _refuse(where: str, file: Path, differences: Iterable[Difference]) -> None:
-    """Raise VerifyError when there are any."""
-    real = [difference for difference in differences if difference[0]]
-    if real:
-        _, at, found, need = min(real, key=lambda difference: difference[1])
-        count = sum(difference[0] for difference in real)
-        raise VerifyError(
-            f"differs at {list(at)}, the first of {count} places", file=file, tensor=where, found=found, need=need
-        )
-
-
-def _bits(array: Array) -> Array:
-    """Floats as the unsigned integers of their bits, so that NaN equals itself and -0 is not 0."""
-    if array.dtype.kind in "iu":
-        return array
-    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")

@@ -1,0 +1,91 @@
+"""``verify``: one wrong bit anywhere is found, and what cannot be seen is not claimed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cases import gptq_case
+from warptile.convert import convert, verify
+from warptile.formats.container import open_checkpoint
+from warptile.formats.errors import VerifyError
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A source and its artifact, padded in every plane: K = 96, groups of 64, N = 40, act-order, zeros."""
+    src = tmp_path / "model"
+    src.mkdir()
+    case = gptq_case(4, False, 64, 40, 96, g_idx="act", bias="F16")
+    case.save(src)
+    (src / "tokenizer.json").write_text("{}")
+    return src, convert(src, to="marlin").dst
+
+
+def flip(directory: Path, name: str, byte: int, bit: int = 0) -> None:
+    tensor = open_checkpoint(directory).tensors[name]
+    with tensor.file.open("r+b") as file:
+        file.seek(tensor.offset + byte % tensor.nbytes)
+        old = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([old ^ (1 << bit)]))
+
+
+def test_what_was_converted_is_equal(pair):
+    src, dst = pair
+    result = verify(dst, src)
+    assert (result.modules, result.files) == (1, 2)
+
+
+@pytest.mark.parametrize("suffix", ["qweight", "scales", "qzeros", "bias"])
+@pytest.mark.parametrize("byte", [0, -1, 101])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_one_flipped_bit_is_found_in_padding_too(pair, suffix, byte, bit):
+    src, dst = pair
+    flip(dst, f"layer.{suffix}", byte, bit)
+    with pytest.raises(VerifyError, match="layer"):
+        verify(dst, src)
+
+
+def test_padding_is_checked_without_the_source(pair):
+    _, dst = pair
+    flip(dst, "layer.qweight", -1)
+    with pytest.raises(VerifyError, match=r"layer\.qweight: differs at"):
+        verify(dst)
+
+
+@pytest.mark.parametrize("against", [False, True])
+def test_a_widened_code_the_narrow_element_lacks_is_a_difference_with_its_place(tmp_path, against):
+    src = tmp_path / "model"
+    src.mkdir()
+    gptq_case(3, False, 32, 64, 64).save(src)
+    dst = convert(src, to="marlin", widen=True).dst
+    flip(dst, "layer.qweight", 0, 3)
+    with pytest.raises(VerifyError, match=r"layer codes: differs at \[\d+, \d+\].*need <= 7, as u3"):
+        verify(dst, src if against else None)
+
+
+def edit_config(dst: Path) -> None:
+    config = dst / "config.json"
+    config.write_text(config.read_text().replace("{", '{"added": 1, ', 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (edit_config, r"config\.json: unpack would not give"),
+        (lambda dst: (dst / "tokenizer.json").write_text("{ }"), r"tokenizer\.json.*differs"),
+        (lambda dst: (dst / "tokenizer.json").unlink(), r"tokenizer\.json.*lost"),
+    ],
+)
+def test_a_file_that_would_come_back_changed_is_a_difference(pair, change, words):
+    src, dst = pair
+    change(dst)
+    with pytest.raises(VerifyError, match=words):
+        verify(dst, src)
+
+
+def test_a_lost_config_comes_back_from_the_metadata(pair):
+    src, dst = pair
+    (dst / "config.json").unlink()
+    assert verify(dst, src).files == 2
