@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
+from importlib.metadata import version
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -64,10 +65,22 @@ ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="What a c
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     help="Repack quantised checkpoints for GPU kernels, once and bit-exactly.",
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"warptile {version('warptile')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    _: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)] = False,
+) -> None:
+    pass
 
 
 def _option(name: str, kind: Any, default: Any) -> Parameter:
@@ -206,8 +219,9 @@ def _terminate(*_: object) -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     signal.signal(signal.SIGTERM, _terminate)
+    args = sys.argv[1:] if args is None else args
     try:
-        code = typer.main.get_command(app).main(args, prog_name="convert", standalone_mode=False)
+        code = typer.main.get_command(app).main(args or ["--help"], prog_name="convert", standalone_mode=False)
     except TyperException as error:
         print(f"error: {printable(error.format_message())}", file=sys.stderr)
         return error.exit_code

@@ -60,6 +60,12 @@ def check_paths(src: Path, dst: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise WarptileError("already exists", file=dst, do="name another destination, or give --overwrite")
+    if dst.is_file() and not is_file(dst):
+        raise WarptileError(
+            "an ordinary file is not a checkpoint, so it is not replaced",
+            file=dst,
+            do="remove it yourself, or name another destination",
+        )
     if dst.is_dir() and any(dst.iterdir()) and not any(dst.glob(f"*{WEIGHTS}")):
         raise WarptileError(
             "a directory without any .safetensors is not a checkpoint, so it is not replaced",

@@ -118,6 +118,8 @@ def open_checkpoint(path: str | os.PathLike[str], options: Options | None = None
         _configure(checkpoint, path, listing)
         _keep_side_files(checkpoint, path, listing, files)
     else:
+        if path.suffix.lower() == ".json":
+            raise UnsupportedError("JSON holds no weights", file=path, do="give the directory it lies in")
         if path.suffix.lower() in PICKLES:
             raise UnsupportedError("not safetensors", file=path, do=PICKLE_ADVICE)
         _add(checkpoint, path)

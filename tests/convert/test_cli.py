@@ -132,3 +132,10 @@ def test_a_note_that_holds_for_many_modules_is_one_line(run, make_file):
     notes = [line for line in text.splitlines() if line.startswith("note: ")]
     assert notes
     assert len(notes) == len({line.partition(" (")[0] for line in notes})
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr()
+    assert "gptq-to-marlin" in printed.out
+    assert not printed.err

@@ -326,3 +326,16 @@ def test_a_shard_size_that_is_none_is_a_usage_error(make_directory, text):
 def test_unknown_names_are_usage_errors(make_directory, source, to):
     with pytest.raises(UsageError, match="unknown"):
         convert(make_directory(), source=source, to=to)
+
+
+def test_overwrite_spares_a_file_that_is_no_checkpoint(make_directory, tmp_path):
+    mine = tmp_path / "notes"
+    mine.write_text("keep")
+    with pytest.raises(WarptileError, match="an ordinary file is not a checkpoint"):
+        convert(make_directory(), mine, to="marlin", overwrite=True)
+    assert mine.read_text() == "keep"
+
+
+def test_json_as_a_source_is_told_apart_from_a_damaged_file(make_directory):
+    with pytest.raises(UnsupportedError, match="JSON holds no weights; give the directory it lies in"):
+        convert(make_directory() / "config.json", to="marlin")
