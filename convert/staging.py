@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..formats.container import WEIGHTS, rebuilder
+from ..formats.container import OTHER_WEIGHTS, WEIGHTS, rebuilder
 from ..formats.errors import UsageError, WarptileError
 from . import manifest
 from .manifest import sync
@@ -40,7 +40,7 @@ def check_paths(src: Path, dst: Path, *, overwrite: bool) -> None:
     """Refuse, before anything is read or written, a pair of paths that cannot end well.
 
     Raises:
-        UsageError: SRC and DST are one place by any path, or one lies inside the other.
+        UsageError: SRC and DST are one place by any path, one lies inside the other, or DST is of a kind not written.
         WarptileError: SRC or DST's directory is missing; DST exists (and what is there may not be replaced).
     """
     if not src.exists():
@@ -54,6 +54,8 @@ def check_paths(src: Path, dst: Path, *, overwrite: bool) -> None:
             found=f"source {src}",
             do="name a destination elsewhere",
         )
+    if dst.suffix.lower() in OTHER_WEIGHTS and not is_file(dst) and not dst.is_dir():
+        raise UsageError(f"{dst.suffix} files cannot be written", file=dst, do=f"name a {WEIGHTS} file, or a directory")
     if not dst.parent.is_dir():
         raise WarptileError("no such directory", file=dst.parent, do="make it first")
     if not os.path.lexists(dst):

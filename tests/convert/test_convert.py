@@ -339,3 +339,10 @@ def test_overwrite_spares_a_file_that_is_no_checkpoint(make_directory, tmp_path)
 def test_json_as_a_source_is_told_apart_from_a_damaged_file(make_directory):
     with pytest.raises(UnsupportedError, match="JSON holds no weights; give the directory it lies in"):
         convert(make_directory() / "config.json", to="marlin")
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.bin"])
+def test_a_destination_of_a_kind_that_is_not_written_is_refused(make_directory, tmp_path, name):
+    with pytest.raises(UsageError, match="files cannot be written"):
+        convert(make_directory(), tmp_path / name, to="marlin")
+    assert not (tmp_path / name).exists()
