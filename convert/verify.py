@@ -55,7 +55,6 @@ def verify(
     with closing(Progress(total, "verifying", quiet)) as progress, ThreadPoolExecutor(threads(workers)) as pool:
         if against is None:
             for name in artifact.modules:
-                _check_range(artifact, name, pool)
                 _repack(artifact, name, pool)
                 _passed(progress, artifact.checkpoint, artifact.names(name))
             return Verified(Path(path), None, len(artifact.modules), len(artifact.passthrough))
@@ -68,7 +67,6 @@ def verify(
         for name, reader in readers.items():
             if name not in claimed[reader]:
                 raise VerifyError("the source has no such module", file=source.path, tensor=name)
-            _check_range(artifact, name, pool)
             _compare_module(artifact, source, name, reader, pool)
             _repack(artifact, name, pool)
             consumed.update(claimed[reader][name])
@@ -82,8 +80,8 @@ def verify(
             compare.same_tensor(name, artifact.checkpoint.path, found, source.tensors[name], pool)
             source.tensors[name].release()
             _passed(progress, artifact.checkpoint, [name])
-        consumed.update(artifact.passthrough)
-        missing = [name for name in source.tensors if name not in consumed]
+        kept = consumed | set(artifact.passthrough)
+        missing = [name for name in source.tensors if name not in kept]
         if missing:
             raise VerifyError("the artifact lost a tensor", file=path, tensor=missing[0], need=f"as in {against}")
         files = _compare_files(artifact, source)
@@ -134,6 +132,7 @@ def _repack(artifact: Artifact, name: str, pool: Executor) -> None:
             compare.same_pieces(where, artifact.checkpoint.path, found, need, pool)
         else:
             compare.same(where, artifact.checkpoint.path, found, need)
+    _check_range(artifact, name, pool)
 
 
 def _check_range(artifact: Artifact, name: str, pool: Executor) -> None:
@@ -148,6 +147,7 @@ def _check_range(artifact: Artifact, name: str, pool: Executor) -> None:
 
 
 def _compare_module(artifact: Artifact, source: Checkpoint, name: str, reader: str, pool: Executor) -> None:
+    _check_range(artifact, name, pool)
     ours, theirs = artifact.stream(name), open_stream(source, reader, name)
     found, need = dict(_parts(ours.tensor)), dict(_parts(theirs.tensor))
     for part in (*need, *(p for p in found if p not in need)):
@@ -168,23 +168,3 @@ def _parts(q: QuantTensor) -> Iterator[tuple[str, Any]]:
             yield f"{kind}[{i}]", level.data
     yield from ((part, value) for part in ("zero", "perm", "bias") if (value := getattr(q, part)) is not None)
     yield from ((f"residue {suffix}", data) for suffix, data in q.residue.items())
-
-
-def _compare_files(artifact: Artifact, source: Checkpoint) -> int:
-    """Compare the files that ``unpack`` gives back beside weights; their number. One file has no side files."""
-    path = artifact.checkpoint.path
-    for suffix, content in source.companions.items():
-        compare.same_bytes(companion(path, suffix), content)
-    count = len(source.companions)
-    text = source.path / CONFIG
-    if text.is_file():
-        restored = origin.restored_config(artifact.checkpoint)
-        compare.same(f"{CONFIG} as unpack gives it", path, restored, text.read_text(encoding="utf-8").encode())
-        count += 1
-    if not path.is_dir():
-        return count
-    if source.config and not artifact.checkpoint.config:
-        raise VerifyError("the artifact lost a file", file=path / CONFIG)
-    for file in source.side_files:
-        compare.same_bytes(path / file.name, file.read_bytes())
-    return count + len(source.side_files)
