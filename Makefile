@@ -7,6 +7,7 @@ BIN    := $(VENV)/bin
 DEMO   := examples/llama-tiny-gptq-w4g64
 
 SECONDS ?= 10
+SEED ?= 0
 
 .PHONY: demo test fuzz clean
 
@@ -27,7 +28,7 @@ test: $(BIN)/.installed
 
 fuzz: $(BIN)/.installed
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
-	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS)
+	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

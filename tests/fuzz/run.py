@@ -22,7 +22,7 @@ COMPILED = ["warptile.formats._compiled"]
 """What numba compiles cannot be instrumented."""
 
 
-def fuzz(name: str, corpus: Path, seconds: int, findings: Path) -> None:
+def fuzz(name: str, corpus: Path, seconds: int, seed: int, findings: Path) -> None:
     """Run one target in this process; libFuzzer ends it."""
     import atheris
 
@@ -30,10 +30,11 @@ def fuzz(name: str, corpus: Path, seconds: int, findings: Path) -> None:
         from fuzz.targets import TARGETS
     target = TARGETS[name]
     corpus.mkdir(parents=True, exist_ok=True)
-    for i, seed in enumerate(target.seeds()):
-        (corpus / f"seed{i:03d}").write_bytes(seed)
+    for i, start in enumerate(target.seeds()):
+        (corpus / f"seed{i:03d}").write_bytes(start)
     flags = (
         "-len_control=20",
+        f"-seed={seed}",
         f"-max_total_time={seconds}",
         f"-max_len={target.max_len}",
         f"-artifact_prefix={findings}/{name}-",
@@ -42,12 +43,12 @@ def fuzz(name: str, corpus: Path, seconds: int, findings: Path) -> None:
     atheris.Fuzz()
 
 
-def campaign(names: list[str], seconds: int, corpora: Path, findings: Path) -> int:
+def campaign(names: list[str], seconds: int, seed: int, corpora: Path, findings: Path) -> int:
     """Each target in a process of its own; prints a row for each. Returns the number of findings."""
     found = total = 0
     for name in names:
         start = time.monotonic()
-        command = [sys.executable, __file__, "--in-process", "--seconds", str(seconds)]
+        command = [sys.executable, __file__, "--in-process", "--seconds", str(seconds), "--seed", str(seed)]
         command += ["--corpus", str(corpora), "--findings", str(findings), name]
         run = subprocess.run(command, capture_output=True, text=True, errors="replace")
         executed = re.search(r"number_of_executed_units: (\d+)", run.stderr)
@@ -65,6 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*")
     parser.add_argument("--seconds", type=int, default=10, help="for each target")
+    parser.add_argument("--seed", type=int, default=0, help="0: a new one each time")
     parser.add_argument("--corpus", type=Path, help="a directory that is kept; default: a new one")
     parser.add_argument("--findings", type=Path, default=Path("build/fuzz"))
     parser.add_argument("--in-process", action="store_true")
@@ -79,7 +81,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         corpora = args.corpus or Path(scratch)
         if args.in_process:
-            fuzz(args.targets[0], corpora / args.targets[0], args.seconds, args.findings)
+            fuzz(args.targets[0], corpora / args.targets[0], args.seconds, args.seed, args.findings)
         try:
             import atheris  # noqa: F401
         except ImportError:
@@ -87,7 +89,7 @@ def main() -> int:
             return 0
         from fuzz.targets import TARGETS
 
-        return 1 if campaign(args.targets or list(TARGETS), args.seconds, corpora, args.findings) else 0
+        return 1 if campaign(args.targets or list(TARGETS), args.seconds, args.seed, corpora, args.findings) else 0
 
 
 if __name__ == "__main__":
