@@ -67,8 +67,8 @@ def verify(
         for name, reader in readers.items():
             if name not in claimed[reader]:
                 raise VerifyError("the source has no such module", file=source.path, tensor=name)
-            _compare_module(artifact, source, name, reader, pool)
             _repack(artifact, name, pool)
+            _compare_module(artifact, source, name, reader, pool)
             consumed.update(claimed[reader][name])
             for member in claimed[reader][name]:
                 source.tensors[member].release()
@@ -147,7 +147,6 @@ def _check_range(artifact: Artifact, name: str, pool: Executor) -> None:
 
 
 def _compare_module(artifact: Artifact, source: Checkpoint, name: str, reader: str, pool: Executor) -> None:
-    _check_range(artifact, name, pool)
     ours, theirs = artifact.stream(name), open_stream(source, reader, name)
     found, need = dict(_parts(ours.tensor)), dict(_parts(theirs.tensor))
     for part in (*need, *(p for p in found if p not in need)):
