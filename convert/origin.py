@@ -3,6 +3,7 @@
     source_files    {file name: {"metadata": {..}, "tensors": [[name], or [name, dtype, shape, module] of one that
                     was converted, ..]}}
     source_config   the text of config.json
+    source_index    {file name: the text of that index}
     source_options  {field of Options: value}, those that were given
 
 All are texts in the metadata of the first shard only; tensors are in the order of the source's files.
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from ..formats import sources, strict_json
 from ..formats.artifact import Artifact
-from ..formats.container import CONFIG, DTYPES, QUANTIZATION, WEIGHTS, Checkpoint, dtype_name
+from ..formats.container import CONFIG, DTYPES, INDEX, QUANTIZATION, WEIGHTS, Checkpoint, dtype_name
 from ..formats.errors import CorruptError, UnsupportedError
 from ..formats.options import Options
 from ..formats.strict_json import shown
@@ -64,7 +65,9 @@ def metadata(plan: Plan) -> dict[str, str]:
     kept = {"source_files": _dump(files), "source_options": _dump(given)}
     config = checkpoint.path / CONFIG
     if config.is_file():
-        kept["source_config"] = config.read_text(encoding="utf-8")
+        kept["source_config"] = config.read_bytes().decode()
+    if checkpoint.index is not None:
+        kept["source_index"] = _dump({checkpoint.index.name: checkpoint.index.read_bytes().decode()})
     return kept
 
 
@@ -202,6 +205,15 @@ def restored_config(artifact: Checkpoint) -> bytes | None:
     ours = config.pop(QUANTIZATION, {})
     if isinstance(ours, dict) and "source" in ours:
         config[QUANTIZATION] = ours["source"]
-    if _said(artifact, "source_config") != config:
+    if json.dumps(_said(artifact, "source_config"), sort_keys=True) != json.dumps(config, sort_keys=True):  # NaN != NaN
         return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     return artifact.metadata.get("source_config", "{}").encode()
+
+
+def restored_index(artifact: Checkpoint) -> dict[str, bytes]:
+    """{file name: bytes} of the source's index; empty when it had none."""
+    said = _said(artifact, "source_index")
+    for name, text in said.items():
+        if Path(name).name != name or "\0" in name or not name.endswith(INDEX) or not isinstance(text, str):
+            raise CorruptError("source_index in its metadata is damaged", file=artifact.path, found=shown(name))
+    return {name: text.encode() for name, text in said.items()}

@@ -68,8 +68,8 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
         for shard in shards:
             write_safetensors(product if is_file(dst) else product / shard.file, shard.entries, shard.metadata)
         if not is_file(dst):
-            if len(shards) > 1:
-                out.write_index({e.name: shard.file for shard in shards for e in shard.entries}, product, total)
+            for name, index in origin.restored_index(artifact.checkpoint).items():
+                out.write_bytes(product / name, index)
             config = origin.restored_config(artifact.checkpoint)
             if config is not None:
                 out.write_bytes(product / CONFIG, config)

@@ -101,6 +101,10 @@ def _compare_files(artifact: Artifact, source: Checkpoint) -> int:
         if origin.restored_config(artifact.checkpoint) != config.read_bytes():
             raise VerifyError("unpack would not give the source's config.json back", file=path / CONFIG)
         files += 1
+    if source.index is not None:
+        if origin.restored_index(artifact.checkpoint) != {source.index.name: source.index.read_bytes()}:
+            raise VerifyError("unpack would not give the source's index back", file=path, tensor=source.index.name)
+        files += 1
     for file in source.side_files:
         compare.same_bytes(path / file.name, file.read_bytes())
         files += 1

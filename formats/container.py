@@ -81,6 +81,8 @@ class Checkpoint:
     """``__metadata__`` of the files, merged; the first file that has a key is believed."""
     side_files: tuple[Path, ...] = ()
     """Files of a directory that are neither weights, index nor config.json."""
+    index: Path | None = None
+    """The index by which a directory's weights were found."""
     companions: dict[str, bytes] = field(default_factory=dict)
     """{suffix: content} of what an artifact keeps in files of its own (``companion``)."""
     options: Options = field(default_factory=Options)
@@ -166,6 +168,7 @@ def _weights(checkpoint: Checkpoint, directory: Path, listing: list[str]) -> set
     present = [name for name in listing if name.endswith(WEIGHTS)]
     index = _index(directory, listing)
     if index is not None:
+        checkpoint.index = directory / index
         files = _add_indexed(checkpoint, directory, index)
         extra = [name for name in present if name not in files]
         if extra:
