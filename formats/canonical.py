@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from hashlib import sha256
 from math import gcd
 from typing import Any
 
@@ -143,6 +144,8 @@ class Outline:
     """The largest integer zero point, None when there are none."""
     offsets: tuple[tuple[str, tuple[int, int]], ...] = ()
     perm: bool = False
+    order: str = ""
+    """``order_digest`` of the permutation, empty without one: linears that agree in it read x in one order."""
     bias: str | None = None
     """The bias's dtype name."""
     source: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -203,6 +206,7 @@ class QuantTensor:
             None if self.zero is None else int(self.zero.max(initial=0)),
             tuple((s.dtype, s.block) for s in self.offsets),
             self.perm is not None,
+            order_digest(self.perm),
             None if self.bias is None else _SCALE_NAMES[self.bias.dtype],
             self.source,
             tuple((suffix, data.dtype, data.shape) for suffix, data in self.residue.items()),
@@ -226,6 +230,11 @@ class QuantTensor:
         assert self.perm is None or (self.perm.shape == (self.k,) and self.perm.dtype == np.int32)
         assert self.bias is None or self.bias.shape == (*lead, self.n)
         return self
+
+
+def order_digest(perm: Array | None) -> str:
+    """SHA-256 of a permutation's numbers, empty for none."""
+    return "" if perm is None else sha256(perm.astype("<i4").tobytes()).hexdigest()
 
 
 def grid_shape(n: int, k: int, block: tuple[int, int]) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from . import checks, groups
 from . import compressed_tensors_config as labels
 from . import compressed_tensors_stream as streams
-from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, grid_shape
+from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, grid_shape, order_digest
 from .compressed_tensors_config import LABELS, Arguments
 from .compressed_tensors_members import ALONE, INDICES, PACKED, UNPACKED, WORDS, checked, extents
 from .container import Checkpoint, Tensor
@@ -136,6 +136,7 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
         scales=((linear.members["weight_scale"].dtype.lower(), linear.block),),
         zero_max=None if linear.zero is None else int(linear.zero.max()),
         perm=linear.perm is not None,
+        order=order_digest(linear.perm),
         bias=None if bias is None else bias.dtype.lower(),
         source=linear.source,
         residue=tuple((suffix, data.dtype, data.shape) for suffix, data in linear.residue.items()),

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import checks, gptq_config, gptq_marlin, gptq_zeros
-from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor
+from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, order_digest
 from .container import Checkpoint, Tensor
 from .errors import UnsupportedError
 from .fragment import TILES
@@ -123,6 +123,7 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
         scales=((FLOATS[linear.scales.dtype], (1, linear.group)),),
         zero_max=None if linear.zero is None else int(linear.zero.max()),
         perm=linear.perm is not None,
+        order=order_digest(linear.perm),
         bias=None if bias is None else FLOATS[bias.dtype],
         source=linear.source,
         residue=tuple((suffix, data.dtype, data.shape) for suffix, data in linear.residue.items()),

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from . import checks, groups
 from .bits import pack_ragged, unpack_ragged
-from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor
+from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, order_digest
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
 
@@ -163,6 +163,7 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
         scales=((linear.members["scales"].dtype.lower(), (1, linear.group)),),
         zero_max=None if linear.zero is None else int(linear.zero.max()),
         perm=linear.perm is not None,
+        order=order_digest(linear.perm),
         bias=None if bias is None else bias.dtype.lower(),
         source=linear.source,
         residue=tuple((suffix, data.dtype, data.shape) for suffix, data in linear.residue.items()),
