@@ -134,35 +134,19 @@ def pack_rows(values: Array, starts: Array, bits: int, out: Array) -> None:
 
 
 @compiled
-def split_words(words: Array, shifts: Array, out: Array) -> None:
-    """uint32 [c] -> uint64 [c], eight bytes: byte b is the nibble from bit shifts[b] on."""
-    step = 1024
-    for first in range(0, words.size, step):
-        run, bytes_ = words[first : first + step], out[first : first + step]
-        for b in range(8):
-            low, high = np.uint32(shifts[b]), np.uint64(8 * b)
-            if b == 0:
-                for x in range(run.size):
-                    bytes_[x] = np.uint64((run[x] >> low) & np.uint32(15))
-            else:
-                for x in range(run.size):
-                    bytes_[x] |= np.uint64((run[x] >> low) & np.uint32(15)) << high
-
-
-@compiled
-def join_words(codes: Array, shifts: Array, out: Array) -> None:
-    """The inverse of ``split_words``; every byte is less than 16."""
+def move_nibbles(stored: Array, froms: Array, tos: Array, out: Array) -> None:
+    """Eight nibbles of each uint32 or uint64 of [c], from bits froms[b] on to bits tos[b] on of as many in ``out``."""
     step = 1024
     for first in range(0, out.size, step):
-        run, words = codes[first : first + step], out[first : first + step]
+        run, moved = stored[first : first + step], out[first : first + step]
         for b in range(8):
-            low, high = np.uint32(shifts[b]), np.uint64(8 * b)
+            low, high = np.uint64(froms[b]), np.uint64(tos[b])
             if b == 0:
                 for x in range(run.size):
-                    words[x] = np.uint32(run[x] & np.uint64(15)) << low
+                    moved[x] = ((run[x] >> low) & np.uint64(15)) << high
             else:
                 for x in range(run.size):
-                    words[x] |= np.uint32((run[x] >> high) & np.uint64(15)) << low
+                    moved[x] |= ((run[x] >> low) & np.uint64(15)) << high
 
 
 @compiled

@@ -16,7 +16,6 @@ refused. So are the other versions (gemv, gemv_fast, llm-awq), whose order of bi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,11 +24,12 @@ from numpy.typing import NDArray
 from . import awq_kinds as kinds
 from . import checks
 from .bits import pack_stream, split_words
-from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor
+from .canonical import ELEMENTS, Outline, QuantTensor
 from .errors import UnsupportedError
 from .fragment import reorder
 from .groups import group_size
-from .stream import Stream, hollow, whole
+from .linear import Linear, assuming
+from .stream import Stream, whole
 
 if TYPE_CHECKING:
     from .container import Checkpoint, Tensor
@@ -47,23 +47,6 @@ NEUTRAL = 8
 
 MEMBERS = ("qweight", "qzeros", "scales", "bias")
 WORDS: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "U32": np.dtype(np.uint32)}
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """A module without its codes and scales."""
-
-    members: dict[str, Tensor]
-    n: int
-    k: int
-    group: int
-    zero: Array | None
-    """[G, n]."""
-    source: dict[str, Any]
-
-    @property
-    def element(self) -> Element:
-        return ELEMENTS["u4b8" if self.zero is None else "u4"]
 
 
 def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -110,18 +93,7 @@ def orphans(checkpoint: Checkpoint) -> dict[str, str]:
 
 def describe(checkpoint: Checkpoint, module: str) -> Outline:
     """Element, extents and groups from shapes and qzeros. Raises UnsupportedError and CorruptError."""
-    linear = _linear(checkpoint, module)
-    bias = linear.members.get("bias")
-    return Outline(
-        element=linear.element,
-        n=linear.n,
-        k=linear.k,
-        experts=None,
-        scales=((linear.members["scales"].dtype.lower(), (1, linear.group)),),
-        zero_max=None if linear.zero is None else int(linear.zero.max()),
-        bias=None if bias is None else bias.dtype.lower(),
-        source=linear.source,
-    )
+    return _linear(checkpoint, module).outline()
 
 
 def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
@@ -133,18 +105,11 @@ def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
 def stream(checkpoint: Checkpoint, module: str) -> Stream:
     """``read``, its codes by the slab."""
     linear = _linear(checkpoint, module)
-    scales, qweight = linear.members["scales"].array(), linear.members["qweight"]
-    checks.finite(linear.members["scales"], scales)
-    bias = linear.members.get("bias")
-    q = QuantTensor(
-        element=linear.element,
-        codes=hollow(linear.n, linear.k),
-        scales=(Level(scales.T, (1, linear.group)),),
-        zero=None if linear.zero is None else linear.zero.T,
-        bias=None if bias is None else bias.array(),
-        source=linear.source,
+    scales, qweight = linear.scales.array(), linear.members["qweight"]
+    checks.finite(linear.scales, scales)
+    return Stream(
+        linear.tensor(scales.T), lambda _, rows, columns: split_words(qweight.rows(columns), SHIFTS)[:, rows].T
     )
-    return Stream(q, lambda _, rows, columns: split_words(qweight.rows(columns), SHIFTS)[:, rows].T)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:
@@ -164,7 +129,7 @@ def _unpack(words: Tensor) -> Array:
     return split_words(words.array(), SHIFTS)
 
 
-def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
+def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     """Everything but codes and scales, decided from the tensors and cross-checked with the labels."""
     config = checkpoint.quantization
     symmetric = config.get("zero_point") is False
@@ -184,12 +149,7 @@ def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
         checks.shape(members["bias"], (n,), why=f"for the {n} columns of {qweight.name}")
     _check_bits(checkpoint, config)
 
-    said: list[str] = []
-
-    def say(text: str) -> None:
-        said.append(text)
-        checkpoint.note(module, text)
-
+    said, say = assuming(checkpoint, module)
     if not config:
         say("assumed AWQ of version gemm from the shapes: there is no label")
     file = checkpoint.quantization_file or str(checkpoint.path)
@@ -204,8 +164,10 @@ def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
         k, groups, None, tuple(g for g in claims if g is not None)[:1], say, str(scales.file), scales.name
     )
     zero = _zero(members.get("qzeros"), symmetric)
-    source = {"format": "awq", "dtypes": {suffix: tensor.dtype for suffix, tensor in members.items()}}
-    return _Linear(members, n, k, group, zero, source | {"assumed": said} if said else source)
+    source: dict[str, Any] = {"format": "awq", "dtypes": {suffix: tensor.dtype for suffix, tensor in members.items()}}
+    source |= {"assumed": said} if said else {}
+    element = ELEMENTS["u4b8" if zero is None else "u4"]
+    return Linear(members, scales, element, n, k, (1, group), None if zero is None else zero.T, None, source)
 
 
 def _check_bits(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:

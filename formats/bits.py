@@ -22,7 +22,8 @@ Array = NDArray[Any]
 
 LARGE = 1 << 18
 """Codes below which NumPy is done before a compiled loop is loaded."""
-NIBBLES = np.arange(0, 32, 4)
+NIBBLES, LOW_NIBBLES = np.arange(0, 32, 4), np.arange(0, 64, 8)
+"""Bits at which nibbles begin: eight in a word; the low ones of eight bytes."""
 
 
 @cache
@@ -74,7 +75,7 @@ def pack_stream(values: Array, bits: int) -> Array:
     fast = loops(values.size)
     if fast is not None and bits == 4:
         words = np.empty((*lead, count // 8), np.uint32)
-        fast.join_words(plain(values).reshape(-1).view(np.uint64), NIBBLES, words.reshape(-1))
+        fast.move_nibbles(plain(values).reshape(-1).view(np.uint64), LOW_NIBBLES, NIBBLES, words.reshape(-1))
         return words
     if 32 % bits == 0:
         fields = np.ascontiguousarray(values).reshape(*lead, -1, 32 // bits)
@@ -110,7 +111,8 @@ def split_words(words: Array, shifts: Array) -> Array:
     out = np.empty((*words.shape[:-1], words.shape[-1] * 8), np.uint8)
     fast = loops(out.size)
     if fast is not None:
-        fast.split_words(plain(words).view(np.uint32).reshape(-1), np.asarray(shifts), out.reshape(-1).view(np.uint64))
+        stored = plain(words).view(np.uint32).reshape(-1)
+        fast.move_nibbles(stored, np.asarray(shifts), LOW_NIBBLES, out.reshape(-1).view(np.uint64))
         return out
     fields = out.reshape(*words.shape, 8)
     for i, shift in enumerate(shifts):
@@ -139,6 +141,8 @@ def unpack_ragged(words: Array, bits: int, count: int) -> Array:
 
 def split_nibbles(data: Array) -> Array:
     """uint8 [.., c] -> uint8 [.., 2c], the low nibble first."""
+    if data.shape[-1] % 4 == 0 and loops(data.size) is not None:
+        return split_words(plain(data).view(np.uint32), NIBBLES)
     codes: Array = np.stack((data & 0x0F, data >> 4), axis=-1).reshape(*data.shape[:-1], -1)
     return codes
 

@@ -104,28 +104,6 @@ def kept(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return tensors
 
 
-def packed(tensor: Tensor, logical: Tensor | None) -> tuple[list[int], int, int]:
-    """(experts or nothing, n, k) of u8 [(E,) n, k / 2], two codes a byte; ``logical`` is its stored shape, if any.
-
-    Raises CorruptError.
-    """
-    if len(tensor.shape) not in (2, 3) or 0 in tensor.shape:
-        raise CorruptError("not a matrix", file=tensor.file, tensor=tensor.name, found=list(tensor.shape))
-    *lead, n, k = *tensor.shape[:-1], 2 * tensor.shape[-1]
-    if logical is not None:
-        dtype(logical, "I64", "I32", "U64", "U32")
-    if logical is not None and (said := [int(d) for d in logical.array().reshape(-1)]) != [*lead, n, k]:
-        odd = bool(said) and said[-1] % 2 == 1
-        raise CorruptError(
-            "an odd number of input channels cannot be packed two a byte" if odd else "shapes disagree",
-            file=tensor.file,
-            tensor=logical.name,
-            found=said,
-            need=f"{[*lead, n, k]} for {list(tensor.shape)} bytes of {tensor.name}",
-        )
-    return lead, n, k
-
-
 def choice(flag: str, value: str | None, *allowed: str) -> None:
     """Refuse an unknown value of a switch. Raises UsageError."""
     if value is not None and value not in allowed:

@@ -20,7 +20,6 @@ through as it is; floating point weights (F8_E4M3 ``weight``, U8 ``weight_packed
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -30,11 +29,14 @@ from numpy.typing import NDArray
 from . import checks, groups
 from . import compressed_tensors_config as labels
 from . import compressed_tensors_stream as streams
-from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, grid_shape, order_digest
+from .canonical import ELEMENTS, Element, Outline, QuantTensor, grid_shape
 from .compressed_tensors_config import LABELS, Arguments
 from .compressed_tensors_members import ALONE, INDICES, PACKED, UNPACKED, WORDS, checked, extents
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
+from .linear import Linear, assuming
+from .rows import unpack_columns
+from .stream import Stream, whole
 
 Array = NDArray[Any]
 
@@ -51,21 +53,6 @@ ELEMENT_NAMES = {
     6: ("u6b32", None),
     8: ("u8b128", "u8"),
 }
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """A module without its codes and scales."""
-
-    members: dict[str, Tensor]
-    element: Element
-    n: int
-    k: int
-    block: tuple[int, int]
-    zero: Array | None
-    perm: Array | None
-    source: dict[str, Any]
-    residue: dict[str, Array]
 
 
 def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -126,50 +113,34 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
 
     Raises UnsupportedError and CorruptError.
     """
-    linear = _linear(checkpoint, module)
-    bias = linear.members.get("bias")
-    return Outline(
-        element=linear.element,
-        n=linear.n,
-        k=linear.k,
-        experts=None,
-        scales=((linear.members["weight_scale"].dtype.lower(), linear.block),),
-        zero_max=None if linear.zero is None else int(linear.zero.max()),
-        perm=linear.perm is not None,
-        order=order_digest(linear.perm),
-        bias=None if bias is None else bias.dtype.lower(),
-        source=linear.source,
-        residue=tuple((suffix, data.dtype, data.shape) for suffix, data in linear.residue.items()),
-    )
+    return _linear(checkpoint, module).outline()
 
 
 def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
     """The module with codes uint8 [n, k]. Raises what ``describe`` raises, and CorruptError for scales that are NaN or
     infinite."""
+    return whole(stream(checkpoint, module)).check()
+
+
+def stream(checkpoint: Checkpoint, module: str) -> Stream:
+    """``read``, its codes by the slab."""
     linear = _linear(checkpoint, module)
-    members, source = linear.members, linear.source
-    scale = members["weight_scale"].array()
-    checks.finite(members["weight_scale"], scale)
+    members, source, perm = linear.members, linear.source, linear.perm
+    checks.finite(linear.scales, linear.scales.array())
     if "weight_packed" in members:
-        packed, bits = members["weight_packed"].array(), source["bits"]
-        streams.check_tops(packed, members["weight_packed"], bits, source["stream"])
-        codes = streams.unpack(packed, bits, linear.k, source["stream"])
-    else:
-        codes = members["weight"].array().view(np.uint8)
-        codes = codes if linear.element.signed else codes ^ OFFSET
-    if linear.perm is not None:
-        codes = codes[:, linear.perm]
-    bias = members.get("bias")
-    return QuantTensor(
-        element=linear.element,
-        codes=codes,
-        scales=(Level(scale.reshape(grid_shape(linear.n, linear.k, linear.block)), linear.block),),
-        zero=linear.zero,
-        perm=linear.perm,
-        bias=None if bias is None else bias.array(),
-        source=source,
-        residue=linear.residue,
-    ).check()
+        streams.check_tops(members["weight_packed"], source["bits"], source["stream"])
+
+    def slab(_: int, rows: slice, columns: slice) -> Array:
+        channels = np.arange(columns.start, columns.stop) if perm is None else perm[columns]
+        if "weight_packed" in members:
+            starts = streams.starts(channels, source["bits"], source["stream"])
+            return unpack_columns(members["weight_packed"].array()[rows], source["bits"], starts)
+        codes = members["weight"].array().view(np.uint8)[rows]
+        codes = codes[:, columns] if perm is None else codes[:, channels]
+        return codes if linear.element.signed else codes ^ OFFSET
+
+    scale = linear.scales.array().reshape(grid_shape(linear.n, linear.k, linear.block))
+    return Stream(linear.tensor(scale), slab, along=0)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:
@@ -201,15 +172,10 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
     return {checks.full_name(module, suffix): tensors[suffix] for suffix in dtypes}
 
 
-def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
+def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     """Everything but codes and scales, decided from the tensors and cross-checked with the label."""
     label = labels.arguments(checkpoint, module)
-    said: list[str] = []
-
-    def say(text: str) -> None:
-        said.append(text)
-        checkpoint.note(module, text)
-
+    said, say = assuming(checkpoint, module)
     for remark in label.remarks:
         say(remark)
     members = checked(checkpoint, module)
@@ -244,7 +210,7 @@ def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
         **({"assumed": said} if said else {}),
     }
     perm = None if g_idx is None else groups.order(g_idx, block[1])
-    return _Linear(members, _element(members, bits, zero), n, k, block, zero, perm, source, residue)
+    return Linear(members, scale, _element(members, bits, zero), n, k, block, zero, perm, source, residue)
 
 
 def _element(members: Mapping[str, Tensor], bits: int, zero: Array | None) -> Element:
@@ -304,7 +270,7 @@ def _zero(
         rows = streams.words(n, bits, stream)
         checks.shape(tensor, (rows, grid[1]), why=f"for {n} rows of {bits} bits and {grid[1]} groups")
         columns = tensor.array().T
-        streams.check_tops(columns, tensor, bits, stream)
+        streams.check_tops(tensor, bits, stream, along=0)
         zero = streams.unpack(columns, bits, n, stream).T
         left = streams.spare(columns, bits, n, stream)
     if (zero == neutral).all():

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from .bits import pack_ragged, unpack_ragged
 from .container import Tensor
 from .errors import CorruptError, UnsupportedError
+from .stream import STEP
 
 Array = NDArray[Any]
 
@@ -113,9 +114,17 @@ def spare(packed: Array, bits: int, count: int, stream: str) -> Array | None:
     return left.view(np.int32) if left.any() else None
 
 
-def check_tops(packed: Array, tensor: Tensor, bits: int, stream: str) -> None:
-    """Raise CorruptError when a word that is not a row's last has bits above its codes."""
+def check_tops(tensor: Tensor, bits: int, stream: str, along: int = 1) -> None:
+    """Raise CorruptError when a word that is not the last ``along`` its axis has bits above its codes."""
     if stream == WORDWISE:
-        above = np.ascontiguousarray(packed[..., :-1]).view(np.uint32) >> np.uint32(32 // bits * bits)
-        if above.any():
-            raise CorruptError("bits above the codes of a word are set", file=tensor.file, tensor=tensor.name)
+        words = tensor.array() if along else tensor.array().T
+        step = max(1, STEP // words.shape[1])
+        for first in range(0, len(words), step):
+            if (words[first : first + step, :-1].view(np.uint32) >> np.uint32(32 // bits * bits)).any():
+                raise CorruptError("bits above the codes of a word are set", file=tensor.file, tensor=tensor.name)
+
+
+def starts(channels: Array, bits: int, stream: str) -> Array:
+    """int64: the bit of a row at which the code of each channel begins."""
+    word, place = np.divmod(channels.astype(np.int64), 32 // bits)
+    return channels.astype(np.int64) * bits if stream == DENSE else 32 * word + bits * place

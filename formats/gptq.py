@@ -16,33 +16,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import checks, gptq_config, gptq_marlin, gptq_zeros
-from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, order_digest
+from .canonical import ELEMENTS, Outline, QuantTensor
+from .checks import full_name
 from .container import Checkpoint, Tensor
 from .errors import UnsupportedError
 from .fragment import TILES
 from .gptq_config import METHODS, Label, is_marlin, method
-from .gptq_members import (
-    FLOATS,
-    INDICES,
-    MEMBERS,
-    TILED,
-    WORDS,
-    check_columns,
-    checked,
-    disagree,
-    full_name,
-)
-from .gptq_rows import pack_rows, read_rows
+from .gptq_members import INDICES, MEMBERS, TILED, WORDS, check_columns, checked, disagree
 from .gptq_shapes import Say, Shapes, code_bits
 from .groups import group_size, indices, measured_group, order
-from .stream import Stream, hollow, whole
+from .linear import Linear, assuming
+from .rows import pack_rows, read_rows
+from .stream import Stream, whole
 
 Array = NDArray[Any]
 
@@ -50,30 +42,6 @@ OPTIONS = ("bits", "group_size", "checkpoint_format", "zero_wrap")
 
 # bits -> (symmetric, with zero points)
 ELEMENT_NAMES = {2: ("u2b2", "u2"), 3: ("u3b4", "u3"), 4: ("u4b8", "u4"), 8: ("u8b128", "u8")}
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """A module without its codes and scales."""
-
-    members: dict[str, Tensor]
-    bits: int
-    n: int
-    k: int
-    group: int
-    zero: Array | None
-    """[G, n]."""
-    perm: Array | None
-    source: dict[str, Any]
-    residue: dict[str, Array] = field(default_factory=dict)
-
-    @property
-    def element(self) -> Element:
-        return ELEMENTS[ELEMENT_NAMES[self.bits][self.zero is not None]]
-
-    @property
-    def scales(self) -> Tensor:
-        return self.members["scales" if "scales" in self.members else "s"]
 
 
 def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -113,21 +81,7 @@ def _ours(checkpoint: Checkpoint, module: str, present: set[str], named: str | N
 
 def describe(checkpoint: Checkpoint, module: str) -> Outline:
     """Element, extents and grids from shapes, g_idx and qzeros. Raises UnsupportedError and CorruptError."""
-    linear = _linear(checkpoint, module)
-    bias = linear.members.get("bias")
-    return Outline(
-        element=linear.element,
-        n=linear.n,
-        k=linear.k,
-        experts=None,
-        scales=((FLOATS[linear.scales.dtype], (1, linear.group)),),
-        zero_max=None if linear.zero is None else int(linear.zero.max()),
-        perm=linear.perm is not None,
-        order=order_digest(linear.perm),
-        bias=None if bias is None else FLOATS[bias.dtype],
-        source=linear.source,
-        residue=tuple((suffix, data.dtype, data.shape) for suffix, data in linear.residue.items()),
-    )
+    return _linear(checkpoint, module).outline()
 
 
 def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
@@ -149,20 +103,9 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
         if "B" in members:
             return TILES[gptq_marlin.BITS].window(members["B"].array(), columns, rows).T
         channels = _channels(linear.perm, k)[columns]
-        return read_rows(members["qweight"], linear.bits, channels, rows).T
+        return read_rows(members["qweight"], linear.source["bits"], channels, rows).T
 
-    bias = members.get("bias")
-    q = QuantTensor(
-        element=linear.element,
-        codes=hollow(linear.n, k),
-        scales=(Level(scales.T, (1, linear.group)),),
-        zero=None if linear.zero is None else linear.zero.T,
-        perm=linear.perm,
-        bias=None if bias is None else bias.array(),
-        source=linear.source,
-        residue=linear.residue,
-    )
-    return Stream(q, slab)
+    return Stream(linear.tensor(scales.T), slab)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:
@@ -175,8 +118,7 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
     else:
         words = pack_rows(codes, q.source["bits"], _channels(q.perm, q.k))
         tensors = {"qweight": words.view(WORDS[dtypes["qweight"]]), "scales": scales}
-    zero = None if q.zero is None else q.zero.T
-    tensors |= dict(_derived(q.source, q.n, q.k, q.scales[0].block[1], zero, q.perm))
+    tensors |= dict(_derived(q.source, q.n, q.k, q.scales[0].block[1], q.zero, q.perm))
     if q.bias is not None:
         tensors["bias"] = q.bias
     tensors |= q.residue
@@ -189,24 +131,20 @@ def _derived(
     """qzeros and g_idx as they follow from the rest; where the file has other bytes, those are its residue."""
     dtypes = source["dtypes"]
     if "qzeros" in dtypes and source["zeros"]:
-        words = gptq_zeros.store(zero, source["zeros"], -(-k // group), n, source["bits"])
+        rows = None if zero is None else zero.T
+        words = gptq_zeros.store(rows, source["zeros"], -(-k // group), n, source["bits"])
         yield "qzeros", np.ascontiguousarray(words).view(WORDS[dtypes["qzeros"]])
     if "g_idx" in dtypes:
         g_idx = np.zeros(k) if source["g_idx_zero"] else indices(perm, k, group)
         yield "g_idx", g_idx.astype(INDICES[dtypes["g_idx"]])
 
 
-def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
+def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     """Everything but codes and scales, decided from the tensors and cross-checked with the labels."""
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     file = str(folder / checkpoint.quantization_file if checkpoint.quantization_file else checkpoint.path)
     label = gptq_config.label(checkpoint.quantization, checkpoint.options, module, file)
-    said: list[str] = []
-
-    def say(text: str) -> None:
-        said.append(text)
-        checkpoint.note(module, text)
-
+    said, say = assuming(checkpoint, module)
     for remark in label.remarks:
         say(remark)
     tiled = any(full_name(module, suffix) in checkpoint.tensors for suffix in TILED[:2])
@@ -215,14 +153,14 @@ def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
     source = {
         "format": "gptq",
         "checkpoint_format": label.convention,
-        "bits": linear.bits,
+        "bits": linear.source["bits"],
         "sym": label.sym,
         "dtypes": {suffix: tensor.dtype for suffix, tensor in members.items()},
         **linear.source,
     }
     if said:
         source["assumed"] = said
-    derived = dict(_derived(source, linear.n, linear.k, linear.group, linear.zero, linear.perm))
+    derived = dict(_derived(source, linear.n, linear.k, linear.block[1], linear.zero, linear.perm))
     stored = {suffix: members[suffix].array() for suffix in ("qzeros", "g_idx") if suffix in members}
     residue: dict[str, Array] = {
         s: a for s, a in stored.items() if s not in derived or not np.array_equal(a, derived[s])
@@ -230,7 +168,7 @@ def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
     return replace(linear, source=source, residue=residue)
 
 
-def _plain(members: dict[str, Tensor], label: Label, say: Say) -> _Linear:
+def _plain(members: dict[str, Tensor], label: Label, say: Say) -> Linear:
     """Packed along k: bits, group, order of channels and zero points from what is stored."""
     qweight, g_tensor, z_tensor = members["qweight"], members.get("g_idx"), members.get("qzeros")
     where = str(qweight.file), qweight.name
@@ -259,10 +197,13 @@ def _plain(members: dict[str, Tensor], label: Label, say: Say) -> _Linear:
 
     words = None if z_tensor is None else z_tensor.array().view(np.uint32)
     zeros = gptq_zeros.load(words, bits, n, label, say, where[0], where[1] if z_tensor is None else z_tensor.name)
-    return _Linear(members, bits, n, k, group, zeros.zero, perm, {"zeros": zeros.how, "g_idx_zero": unset})
+    zero = None if zeros.zero is None else zeros.zero.T
+    element = ELEMENTS[ELEMENT_NAMES[bits][zero is not None]]
+    source = {"bits": bits, "zeros": zeros.how, "g_idx_zero": unset}
+    return Linear(members, members["scales"], element, n, k, (1, group), zero, perm, source)
 
 
-def _tiled(members: dict[str, Tensor], label: Label, say: Say) -> _Linear:
+def _tiled(members: dict[str, Tensor], label: Label, say: Say) -> Linear:
     """Marlin tiles: they have neither zeros nor g_idx, and one width."""
     tiles, scales = members["B"], members["s"]
     where = {"file": str(tiles.file), "tensor": tiles.name}
@@ -278,7 +219,8 @@ def _tiled(members: dict[str, Tensor], label: Label, say: Say) -> _Linear:
         raise UnsupportedError("no such Marlin checkpoint", found=f"group size {group}", need="128 or -1", **where)
     if not label.found:
         say("assumed symmetric 4-bit codes, as Marlin tiles are")
-    return _Linear(members, bits, n, k, group, None, None, {"checkpoint_format": "marlin"})
+    source = {"bits": bits, "checkpoint_format": "marlin"}
+    return Linear(members, scales, ELEMENTS[ELEMENT_NAMES[bits][0]], n, k, (1, group), None, None, source)
 
 
 def _channels(perm: Array | None, k: int) -> Array:

@@ -32,25 +32,10 @@ RULES: dict[str, tuple[Collection[str], int]] = {
 }
 
 
-def full_name(module: str, suffix: str) -> str:
-    """The tensor's name in the file; a file of one nameless module has bare suffixes."""
-    return f"{module}.{suffix}" if module else suffix
-
-
 def checked(checkpoint: Checkpoint, module: str, order: tuple[str, ...]) -> dict[str, Tensor]:
     """The module's tensors by suffix in ``order``. Raises CorruptError (missing, wrong rank, a bias that does not fit)
     and UnsupportedError (dtype)."""
-    named = {suffix: checkpoint.tensors.get(full_name(module, suffix)) for suffix in order}
-    members = {suffix: tensor for suffix, tensor in named.items() if tensor is not None}
-    for suffix in order:
-        if suffix in NEEDED and suffix not in members:
-            raise CorruptError(
-                f"module {module!r} is incomplete",
-                file=checkpoint.path,
-                tensor=full_name(module, suffix),
-                found="no such tensor",
-                need=f"it beside {', '.join(tensor.name for tensor in members.values())}",
-            )
+    members = checks.members(checkpoint, module, order, [suffix for suffix in order if suffix in NEEDED])
     for suffix, tensor in members.items():
         dtypes, rank = RULES[suffix]
         checks.dtype(tensor, *dtypes)

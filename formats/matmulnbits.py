@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,12 @@ from numpy.typing import NDArray
 
 from . import checks, groups
 from .bits import pack_ragged, unpack_ragged
-from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, order_digest
+from .canonical import ELEMENTS, Outline, QuantTensor
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
+from .linear import Linear
+from .rows import unpack_columns
+from .stream import Stream, whole
 
 Array = NDArray[Any]
 
@@ -40,30 +42,6 @@ FLOATS = ("F16", "BF16", "F32")
 
 # bits -> (symmetric, with zero points)
 ELEMENT_NAMES = {2: ("u2b2", "u2"), 4: ("u4b8", "u4"), 8: ("u8b128", "u8")}
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """A module without its codes and scales."""
-
-    members: dict[str, Tensor]
-    bits: int
-    n: int
-    k: int
-    block: int
-    zero: Array | None
-    """uint8 [n, blocks]."""
-    perm: Array | None
-    source: dict[str, Any]
-    residue: dict[str, Array]
-
-    @property
-    def element(self) -> Element:
-        return ELEMENTS[ELEMENT_NAMES[self.bits][self.zero is not None]]
-
-    @property
-    def group(self) -> int:
-        return min(self.block, self.k)
 
 
 def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -153,48 +131,33 @@ def _check_domain(checkpoint: Checkpoint, node: Mapping[str, Any]) -> None:
 
 def describe(checkpoint: Checkpoint, module: str) -> Outline:
     """Everything but codes; of those only what lies past K. Raises UnsupportedError and CorruptError."""
-    linear = _linear(checkpoint, module)
-    bias = linear.members.get("bias")
-    return Outline(
-        element=linear.element,
-        n=linear.n,
-        k=linear.k,
-        experts=None,
-        scales=((linear.members["scales"].dtype.lower(), (1, linear.group)),),
-        zero_max=None if linear.zero is None else int(linear.zero.max()),
-        perm=linear.perm is not None,
-        order=order_digest(linear.perm),
-        bias=None if bias is None else bias.dtype.lower(),
-        source=linear.source,
-        residue=tuple((suffix, data.dtype, data.shape) for suffix, data in linear.residue.items()),
-    )
+    return _linear(checkpoint, module).outline()
 
 
 def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
     """The module with codes uint8 [n, k]. Raises what ``describe`` raises, and CorruptError for scales that are NaN or
     infinite."""
+    return whole(stream(checkpoint, module)).check()
+
+
+def stream(checkpoint: Checkpoint, module: str) -> Stream:
+    """``read``, its codes by the slab."""
     linear = _linear(checkpoint, module)
-    members, n, k = linear.members, linear.n, linear.k
-    scales = members["scales"].array().reshape(n, -1)
-    checks.finite(members["scales"], scales)
-    codes = _unpack(members["B"].array().reshape(n, -1), linear.bits, k)
-    bias = members.get("bias")
-    return QuantTensor(
-        element=linear.element,
-        codes=codes if linear.perm is None else codes[:, linear.perm],
-        scales=(Level(scales, (1, linear.group)),),
-        zero=linear.zero,
-        perm=linear.perm,
-        bias=None if bias is None else bias.array(),
-        source=linear.source,
-        residue=linear.residue,
-    ).check()
+    checks.finite(linear.scales, linear.scales.array())
+    bits = _bits(linear.source)
+
+    def slab(_: int, rows: slice, columns: slice) -> Array:
+        channels = np.arange(columns.start, columns.stop) if linear.perm is None else linear.perm[columns]
+        words = linear.members["B"].rows(rows).reshape(rows.stop - rows.start, -1).view(np.uint32)
+        return unpack_columns(words, bits, channels.astype(np.int64) * bits)
+
+    return Stream(linear.tensor(linear.scales.array().reshape(linear.n, -1)), slab, along=0)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:
     """The initializers that ``read`` was given, by full name: very bytes, dtypes and shapes."""
     source = q.source
-    bits, block = source["attributes"].get("bits", 4), source["attributes"]["block_size"]
+    bits, block = _bits(source), source["attributes"]["block_size"]
     scales = np.ascontiguousarray(q.scales[0].data)
     blocks = scales.shape[1]
     codes = np.zeros((q.n, blocks * block), np.uint8)
@@ -217,6 +180,11 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
     return {name: tensors[role].reshape(source["shapes"][role]) for role, name in source["names"].items()}
 
 
+def _bits(source: Mapping[str, Any]) -> int:
+    bits: int = source["attributes"].get("bits", 4)
+    return bits
+
+
 def _unpack(data: Array, bits: int, count: int) -> Array:
     """uint8 [r, bytes] -> uint8 [r, count], lowest bits first."""
     words = np.zeros((data.shape[0], -(-data.shape[1] // 4) * 4), np.uint8)
@@ -229,7 +197,7 @@ def _pack(codes: Array, bits: int) -> Array:
     return np.ascontiguousarray(pack_ragged(codes, bits)).view(np.uint8)[:, : codes.shape[1] * bits // 8]
 
 
-def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
+def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     """Everything but codes and scales, from a node and its initializers."""
     node = _nodes(checkpoint)[module]
     names = _inputs(node)
@@ -279,7 +247,8 @@ def _linear(checkpoint: Checkpoint, module: str) -> _Linear:
         "shapes": {role: list(tensor.shape) for role, tensor in members.items()},
         "attributes": node["attributes"],
     }
-    return _Linear(members, bits, n, k, block, zero, perm, source, residue)
+    element = ELEMENTS[ELEMENT_NAMES[bits][zero is not None]]
+    return Linear(members, members["scales"], element, n, k, (1, min(block, k)), zero, perm, source, residue)
 
 
 def _check_order(checkpoint: Checkpoint, module: str, b: Tensor, bits: int, zeros: bool) -> None:

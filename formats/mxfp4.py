@@ -15,18 +15,19 @@ gate (even) and up (odd) rows: they stay so, and ``source`` says it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import checks
-from .bits import join_nibbles, split_nibbles
+from . import checks, nibbles
+from .bits import join_nibbles
 from .canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, grid_shape
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
+from .nibbles import Parts
+from .stream import Stream, whole
 
 Array = NDArray[Any]
 
@@ -62,20 +63,6 @@ NAMES = (
 # ModelOpt's own export of stacked experts: bytes and blocks run along the output dimension of [E, in, out].
 ALONG_OUT = Names("", "_weight_scale", "_bias")
 GLOBALS = (".weight_scale_2", ".weight_global_scale")  # with one of these it is not MXFP4
-
-
-@dataclass(frozen=True)
-class Parts:
-    """One module as its headers describe it."""
-
-    packed: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    kept: Mapping[str, Tensor]
-    lead: list[int]
-    n: int
-    k: int
-    source: Mapping[str, Any]
 
 
 def _module(checkpoint: Checkpoint, tensor: Tensor) -> tuple[str, Names] | None:
@@ -126,45 +113,47 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
         UsageError: a switch with a value it does not know.
     """
     p = _parts(checkpoint, module)
-    residue = [(suffix, t.array().dtype, t.shape) for suffix, t in p.kept.items()]
+    residue = p.residue()
     if checkpoint.options.nan and (count := int(_is_nan(p.scale).sum())):
-        residue += [(NAN_SCALES, np.dtype(np.int64), (count,)), (NAN_CODES, np.dtype(np.uint8), (count, GROUP))]
+        residue += (NAN_SCALES, np.dtype(np.int64), (count,)), (NAN_CODES, np.dtype(np.uint8), (count, GROUP))
     return Outline(
         element=ELEMENTS["e2m1"],
         n=p.n,
         k=p.k,
-        experts=p.lead[0] if p.lead else None,
+        experts=p.experts,
         scales=(("e8m0", (1, GROUP)),),
-        bias=None if p.bias is None else p.bias.dtype.lower(),
+        bias=p.bias_dtype,
         source=p.source,
-        residue=tuple(residue),
+        residue=residue,
     )
 
 
 def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
     """Codes and scales as they are stored. Raises as ``describe``, and CorruptError for scales of 255 (NaN)."""
+    return whole(stream(checkpoint, module))
+
+
+def stream(checkpoint: Checkpoint, module: str) -> Stream:
+    """``read``, its codes by the slab."""
     p = _parts(checkpoint, module)
-    codes, scales = split_nibbles(p.packed.array()).reshape(*p.lead, p.n, p.k), p.scale.array().view(np.uint8)
-    residue, nan = {suffix: t.array() for suffix, t in p.kept.items()}, _is_nan(p.scale)
-    if nan.any():
-        if not checkpoint.options.nan:
-            checks.refuse_any(
-                p.scale, nan, "scales of 255 are NaN", "0 to 254", "--nan zero reads the weights under them as zeros"
-            )
-        checkpoint.note(module, f"the weights under {int(nan.sum())} NaN scales are read as zeros")
-        residue[NAN_SCALES] = np.flatnonzero(nan).astype(np.int64)
-        under = _under(residue[NAN_SCALES], p.k)
-        residue[NAN_CODES] = codes.reshape(-1)[under]
-        codes.reshape(-1)[under] = 0
-        scales = np.where(nan, np.uint8(ONE), scales)
-    return QuantTensor(
-        element=ELEMENTS["e2m1"],
-        codes=codes,
-        scales=(Level(scales.view(E8M0), (1, GROUP)),),
-        bias=None if p.bias is None else p.bias.array(),
-        source=p.source,
-        residue=residue,
-    )
+    scales, nan = p.scale.array().view(np.uint8), _is_nan(p.scale)
+    if not nan.any():
+        return Stream(p.tensor(Level(scales.view(E8M0), (1, GROUP))), p.slab, along=0)
+    if not checkpoint.options.nan:
+        checks.refuse_any(
+            p.scale, nan, "scales of 255 are NaN", "0 to 254", "--nan zero reads the weights under them as zeros"
+        )
+    checkpoint.note(module, f"the weights under {int(nan.sum())} NaN scales are read as zeros")
+    positions = np.flatnonzero(nan).astype(np.int64)
+    residue = {NAN_SCALES: positions, NAN_CODES: p.codes_at(_under(positions, p.k))}
+    q = p.tensor(Level(np.where(nan, np.uint8(ONE), scales).view(E8M0), (1, GROUP)), residue=residue)
+    grid = nan.reshape(-1, *nan.shape[-2:])
+
+    def slab(expert: int, rows: slice, columns: slice) -> Array:
+        group = np.arange(columns.start, columns.stop) // GROUP
+        return np.where(grid[expert, rows][:, group], np.uint8(0), p.slab(expert, rows, columns))
+
+    return Stream(q, slab, along=0)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:
@@ -230,7 +219,7 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
             )
         lead, n, k = list(packed.shape[:-3]), packed.shape[-3], GROUP * packed.shape[-2]
     else:
-        lead, n, k = checks.packed(packed, logical)
+        lead, n, k = nibbles.extents(packed, logical)
     checks.shape(scale, (*lead, *grid_shape(n, k, (1, GROUP))), why=f"for {n} x {k} weights in groups of {GROUP}")
     checks.bias(bias, packed, lead, n)
     source: dict[str, Any] = {"format": "mxfp4", "packed": names.packed, "scale_dtype": scale.dtype}

@@ -16,8 +16,6 @@ The canonical global is a multiplier: float32(1 / divisor), with the divisor's b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -25,11 +23,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from . import checks
-from .bits import join_nibbles, split_nibbles
+from . import checks, nibbles
+from .bits import join_nibbles
 from .canonical import ELEMENTS, Level, Outline, QuantTensor, from_shards, grid_shape, per_shard
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
+from .nibbles import Parts
+from .stream import Stream, whole
 
 Array = NDArray[Any]
 
@@ -44,22 +44,6 @@ GLOBALS = {".weight_scale_2": False, ".weight_global_scale": True}
 KEPT = (".input_scale", ".input_global_scale", ".weight_shape")
 # ModelOpt's own export of stacked experts: [E, in / 2, out], two input channels a byte, blocks along in.
 ALONG_IN = "_weight_scale"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """One module as its headers and globals describe it."""
-
-    packed: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    kept: Mapping[str, Tensor]
-    lead: list[int]
-    n: int
-    k: int
-    whole: Level
-    """The globals as multipliers."""
-    source: Mapping[str, Any]
 
 
 def _packed(checkpoint: Checkpoint, module: str) -> list[Tensor]:
@@ -116,43 +100,41 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
         CorruptError: shapes that disagree; a global that is zero, negative, infinite, NaN, or has no reciprocal.
         UsageError: a switch with a value it does not know.
     """
-    p = _parts(checkpoint, module)
+    p, factor = _parts(checkpoint, module)
     return Outline(
         element=ELEMENTS["e2m1"],
         n=p.n,
         k=p.k,
-        experts=p.lead[0] if p.lead else None,
-        scales=(("e4m3", (1, GROUP)), ("f32", p.whole.block)),
-        bias=None if p.bias is None else p.bias.dtype.lower(),
+        experts=p.experts,
+        scales=(("e4m3", (1, GROUP)), ("f32", factor.block)),
+        bias=p.bias_dtype,
         source=p.source,
-        residue=tuple((suffix, t.array().dtype, t.shape) for suffix, t in p.kept.items()),
-        shards=p.whole.shards,
+        residue=p.residue(),
+        shards=factor.shards,
     )
 
 
 def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
     """Codes and scales as they are stored. Raises as ``describe``, and CorruptError for a NaN or negative scale."""
-    p = _parts(checkpoint, module)
+    return whole(stream(checkpoint, module))
+
+
+def stream(checkpoint: Checkpoint, module: str) -> Stream:
+    """``read``, its codes by the slab."""
+    p, factor = _parts(checkpoint, module)
     scales = p.scale.array()
     wrong = scales.view(np.uint8) > LARGEST
     checks.refuse_any(p.scale, wrong, "block scales are NaN or negative", "bytes 0x00 to 0x7E")
-    return QuantTensor(
-        element=ELEMENTS["e2m1"],
-        codes=split_nibbles(p.packed.array()),
-        scales=(Level(scales, (1, GROUP)), p.whole),
-        bias=None if p.bias is None else p.bias.array(),
-        source=p.source,
-        residue={suffix: t.array() for suffix, t in p.kept.items()},
-    )
+    return Stream(p.tensor(Level(scales, (1, GROUP)), factor), p.slab, along=0)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:
     """The module's tensors as they were stored, by full name."""
-    source, (scale, whole) = q.source, q.scales
+    source, (scale, factor) = q.source, q.scales
     if "divisors" in source:
         stored = np.array(source["divisors"], np.uint32).view(np.float32)
     else:
-        stored = (per_shard(whole) if whole.shards else whole.data).reshape(-1)[: prod(source["global_shape"])]
+        stored = (per_shard(factor) if factor.shards else factor.data).reshape(-1)[: prod(source["global_shape"])]
     tensors = {
         module + source["packed"]: join_nibbles(q.codes),
         module + SCALE: np.ascontiguousarray(scale.data).view(ml_dtypes.float8_e4m3fn),
@@ -163,7 +145,8 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
     return tensors | {f"{module}.{suffix}": array for suffix, array in q.residue.items()}
 
 
-def _parts(checkpoint: Checkpoint, module: str) -> Parts:
+def _parts(checkpoint: Checkpoint, module: str) -> tuple[Parts, Level]:
+    """The module, and its globals as multipliers."""
     tensors = checkpoint.tensors
     if module in tensors:
         raise UnsupportedError(
@@ -185,14 +168,14 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
             need="weight_scale_2 (a multiplier) or weight_global_scale (a divisor), and one packed weight",
         )
     kept = checks.kept({s[1:]: tensors[module + s] for s in KEPT if module + s in tensors})
-    lead, n, k = checks.packed(packed, kept.get("weight_shape"))
+    lead, n, k = nibbles.extents(packed, kept.get("weight_shape"))
     scale, bias = tensors[module + SCALE], tensors.get(module + BIAS)
     checks.dtype(scale, "F8_E4M3")
     checks.shape(scale, (*lead, *grid_shape(n, k, (1, GROUP))), why=f"for {n} x {k} weights in groups of {GROUP}")
     checks.bias(bias, packed, lead, n)
-    whole, source = _whole(checkpoint, module, kind, lead, n, k)
+    factor, source = _whole(checkpoint, module, kind, lead, n, k)
     suffix = packed.name.removeprefix(module)
-    return Parts(packed, scale, bias, kept, lead, n, k, whole, {"format": "nvfp4", "packed": suffix, **source})
+    return Parts(packed, scale, bias, kept, lead, n, k, {"format": "nvfp4", "packed": suffix, **source}), factor
 
 
 def _whole(

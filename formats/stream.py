@@ -7,7 +7,7 @@ Stream``: its ``pack`` and ``unpack``. Whoever has them holds a few megabytes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,3 +119,8 @@ def joined(pieces: Array | Pieces) -> Array:
         end += piece.size
     assert end == out.size, (end, pieces.shape)
     return out
+
+
+def assembled(tensors: Mapping[str, Array | Pieces], spec: dict[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """What a layout's ``stream`` gives as its ``pack`` gives it."""
+    return {suffix: joined(tensor) for suffix, tensor in tensors.items()}, spec

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from ..formats.bits import contiguous, pack_stream, unpack_stream
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape
 from ..formats.fragment import SCALE_COLUMNS, TILE_K, TILE_N, TILES, reorder, restore
-from ..formats.stream import Pieces, Stream, hollow, joined, steps, streamed, whole
+from ..formats.stream import Pieces, Stream, assembled, hollow, steps, streamed, whole
 from .factors import global_level, global_outline, global_shape, is_global, one_a_part, wrong_shards
 from .marlin_plan import covering as covering
 from .marlin_plan import plan as plan
@@ -166,8 +166,7 @@ def outline(spec: Spec) -> Outline:
 
 def pack(q: QuantTensor) -> tuple[dict[str, Array], Spec]:
     """Tensors by suffix, and their spec. The tensor must be one that ``accepts`` takes."""
-    tensors, spec = stream(streamed(q))
-    return {suffix: joined(tensor) for suffix, tensor in tensors.items()}, spec
+    return assembled(*stream(streamed(q)))
 
 
 def stream(source: Stream) -> tuple[dict[str, Array | Pieces], Spec]:

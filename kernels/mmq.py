@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape
-from ..formats.stream import Pieces, Stream, hollow, joined, steps, streamed, whole
+from ..formats.stream import Pieces, Stream, assembled, hollow, steps, streamed, whole
 from .factors import global_level, global_outline, global_shape, is_global, one_a_part, wrong_shards
 from .mmq_plan import covering as covering
 from .mmq_plan import plan as plan
@@ -157,8 +157,7 @@ def _levels(kind: Kind, spec: Spec) -> tuple[Levels, Levels]:
 
 def pack(q: QuantTensor) -> tuple[dict[str, Array], Spec]:
     """Tensors by suffix, and their spec. The tensor must be one that ``accepts`` takes."""
-    tensors, spec = stream(streamed(q))
-    return {suffix: joined(tensor) for suffix, tensor in tensors.items()}, spec
+    return assembled(*stream(streamed(q)))
 
 
 def stream(source: Stream) -> tuple[dict[str, Array | Pieces], Spec]:

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 import cases
+import numpy as np
 import pytest
 import stored
 from warptile.convert import convert, unpack, verify
@@ -100,3 +101,16 @@ def test_a_checkpoint_of_another_tool_makes_the_round_trip(folder, layout, tmp_p
     unpack(result.dst, tmp_path / "back")
     for file in folder.iterdir():
         assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("source", sources())
+def test_a_stream_gives_any_rectangle_of_the_codes(source, tmp_path):
+    for checkpoint, module in found(source, tmp_path):
+        stream = sources()[source].stream(checkpoint, module)
+        q = sources()[source].read(checkpoint, module)
+        assert same(replace(stream.tensor, codes=q.codes), q) is None
+        n, k = q.n, q.k
+        for expert in {0, (q.experts or 1) - 1}:
+            codes = q.codes if q.experts is None else q.codes[expert]
+            for rows, columns in ((slice(0, n), slice(0, k)), (slice(n // 3, n - 1), slice(k // 2 - 1, k - 5))):
+                np.testing.assert_array_equal(stream.slab(expert, rows, columns), codes[rows, columns])

@@ -1,4 +1,4 @@
-"""Codes packed down the columns of a matrix of words, as GPTQ has them along k."""
+"""Streams of codes in the columns of a matrix of words, as GPTQ has them along k, or in its rows, as others do."""
 
 from __future__ import annotations
 
@@ -32,11 +32,22 @@ def unpack_rows(words: Array, bits: int, starts: Array) -> Array:
 
 def read_rows(qweight: Tensor, bits: int, channels: Array, columns: slice) -> Array:
     """The codes of some ``channels`` [p] of stored words [W, N]: uint8 [p, columns]. No other rows are read."""
-    starts = channels.astype(np.int64) * bits
+    needed, starts = _needed(channels.astype(np.int64) * bits, bits)
+    return unpack_rows(qweight.rows(needed).view(np.uint32)[:, columns], bits, starts)
+
+
+def unpack_columns(words: Array, bits: int, starts: Array) -> Array:
+    """uint32 or int32 [N, W] -> uint8 [N, p], a transposed view: every row is one stream, column p its codes that begin
+    at bit starts[p]. No other words are read."""
+    needed, starts = _needed(starts, bits)
+    return unpack_rows(words.T[needed].view(np.uint32), bits, starts).T
+
+
+def _needed(starts: Array, bits: int) -> tuple[Array, Array]:
+    """(the words of a stream that codes lie in, the bit among these at which each begins)."""
     first, last = starts // 32, (starts + bits - 1) // 32
     needed = np.unique(np.concatenate((first, last)))
-    words = qweight.rows(needed).view(np.uint32)[:, columns]
-    return unpack_rows(words, bits, 32 * np.searchsorted(needed, first) + starts % 32)
+    return needed, 32 * np.searchsorted(needed, first) + starts % 32
 
 
 def pack_rows(values: Array, bits: int, channels: Array) -> Array:
