@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ..formats import sources, strict_json
 from ..formats.artifact import Artifact
 from ..formats.container import CONFIG, DTYPES, INDEX, QUANTIZATION, WEIGHTS, Checkpoint, dtype_name
-from ..formats.errors import CorruptError, UnsupportedError
+from ..formats.errors import CorruptError, UnsupportedError, UsageError
 from ..formats.options import Options
 from ..formats.strict_json import shown
 from .plan import Plan
@@ -194,7 +194,10 @@ def options(artifact: Checkpoint) -> dict[str, Any]:
         if not isinstance(value, kinds.get(name, ())) or (isinstance(value, bool) and kinds[name] is not bool):
             found = f"{shown(name)} = {shown(repr(value))}"
             raise CorruptError("source_options in its metadata is damaged", file=artifact.path, found=found)
-    return asdict(Options(**said))
+    try:
+        return asdict(Options(**said))
+    except UsageError as error:
+        raise CorruptError("source_options in its metadata is damaged", file=artifact.path, found=error.what) from None
 
 
 def restored_config(artifact: Checkpoint) -> bytes | None:

@@ -160,9 +160,9 @@ def _linear(checkpoint: Checkpoint, module: str) -> Linear:
         checkpoint.options.group_size,
         *(checks.number(config, key, file) for key in ("group_size", "q_group_size")),
     )
-    group = group_size(
-        k, groups, None, tuple(g for g in claims if g is not None)[:1], say, str(scales.file), scales.name
-    )
+    sizes = tuple(g for g in claims if g is not None)[:1]
+    switched = checkpoint.options.group_size is not None
+    group = group_size(k, groups, None, sizes, say, str(scales.file), scales.name, switched=switched)
     zero = _zero(members.get("qzeros"), symmetric)
     source: dict[str, Any] = {"format": "awq", "dtypes": {suffix: tensor.dtype for suffix, tensor in members.items()}}
     source |= {"assumed": said} if said else {}

@@ -28,10 +28,10 @@ def refuse_any(tensor: Tensor, bad: NDArray[np.bool_], what: str, need: str, do:
         )
 
 
-def finite(tensor: Tensor, values: Array) -> None:
-    """Refuse NaN and infinite factors. Raises CorruptError."""
+def finite(tensor: Tensor, values: Array, what: str = "scales") -> None:
+    """Refuse NaN and infinite numbers; ``what`` is what they are. Raises CorruptError."""
     with np.errstate(invalid="ignore"):
-        refuse_any(tensor, ~np.isfinite(values), "scales are NaN or infinite", "finite numbers")
+        refuse_any(tensor, ~np.isfinite(values), f"{what} are NaN or infinite", "finite numbers")
 
 
 def full_name(module: str, suffix: str) -> str:
@@ -97,6 +97,15 @@ def bias(tensor: Tensor | None, weight: Tensor, lead: list[int], n: int) -> None
         shape(tensor, (*lead, n), why=f"for the {n} rows of {weight.name}")
 
 
+def bias_values(tensor: Tensor | None) -> Array | None:
+    """A bias as it is stored, None without one. Raises CorruptError for NaN and infinite values."""
+    if tensor is None:
+        return None
+    values = tensor.array()
+    finite(tensor, values, "values of a bias")
+    return values
+
+
 def kept(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The same tensors, to be carried along as arrays. Raises UnsupportedError where numpy has no such type."""
     for tensor in tensors.values():
@@ -158,19 +167,26 @@ REORDERED = ("swizzle", "shuffle", "prepack", "pre_pack", "swapped_nibble", "swa
 
 def as_published(checkpoint: Checkpoint, tensor: Tensor) -> None:
     """Refuse a file whose metadata says that its bytes were reordered for some library. Raises UnsupportedError."""
+    if "reordered" not in checkpoint.memo:
+        checkpoint.memo["reordered"] = next(_reordered(checkpoint), None)
+    if checkpoint.memo["reordered"] is not None:
+        raise UnsupportedError(
+            "scales or codes were reordered for a GPU library",
+            file=tensor.file,
+            tensor=tensor.name,
+            found=checkpoint.memo["reordered"],
+            need="the checkpoint as its quantiser published it",
+        )
+
+
+def _reordered(checkpoint: Checkpoint) -> Iterator[str]:
     for where, labels in (("quantization config", checkpoint.quantization), ("metadata", checkpoint.metadata)):
         for key, value in _leaves(labels):
             said = (key, value if isinstance(value, str) and len(value) < 64 else "")
             if str(value).lower() in ("", "none", "false", "0"):
                 continue
             if any(word in text.lower() for word in REORDERED for text in said):
-                raise UnsupportedError(
-                    "scales or codes were reordered for a GPU library",
-                    file=tensor.file,
-                    tensor=tensor.name,
-                    found=f"{key} = {value!r} in the {where}",
-                    need="the checkpoint as its quantiser published it",
-                )
+                yield f"{key} = {value!r} in the {where}"
 
 
 def _leaves(labels: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -182,7 +182,8 @@ def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     scale, bits, stream = members["weight_scale"], 8, None
     if "weight_packed" in members:
         n, k = extents(members["weight_packed"], members["weight_shape"])
-        bits, stream = streams.decide(members["weight_packed"], k, label.bits, label.version)
+        by = "--bits" if "bits" in label.switched else "the label"
+        bits, stream = streams.decide(members["weight_packed"], k, label.bits, by, label.version)
     else:
         n, k = members["weight"].shape
     if "bias" in members:
@@ -233,7 +234,9 @@ def _block(
         return n, k
     if shape[0] == n and (len(shape) == 2 or shape == (n,)):
         count = prod(shape) // n
-        return 1, groups.group_size(k, count, measured, label.group_size, say, str(scale.file), scale.name)
+        switched = "group_size" in label.switched
+        where = str(scale.file), scale.name
+        return 1, groups.group_size(k, count, measured, label.group_size, say, *where, switched=switched)
     if label.block is not None and grid_shape(n, k, label.block) == shape:
         return label.block
     raise CorruptError(

@@ -27,6 +27,8 @@ class Arguments:
     bits: int | None
     group_size: tuple[int, ...]
     """At most one; -1 is one group over all of k."""
+    switched: frozenset[str]
+    """Those of the two above that are the command line's."""
     symmetric: bool | None
     block: tuple[int, int] | None
     """Rows and channels of one scale, for scales in blocks."""
@@ -87,10 +89,11 @@ def _prefixes(name: str) -> Iterator[str]:
 def arguments(checkpoint: Checkpoint, module: str) -> Arguments:
     """The switches, then the scheme whose target means the module. Raises UnsupportedError for one of other weights."""
     config, options, file = checkpoint.quantization, checkpoint.options, where(checkpoint)
+    switched = frozenset(key for key in ("bits", "group_size") if getattr(options, key) is not None)
     if method(config) not in LABELS:
         groups = () if options.group_size is None else (options.group_size,)
         assumed = "assumed compressed-tensors from the tensors: there is no label"
-        return Arguments(options.bits, groups, None, None, "", (assumed,))
+        return Arguments(options.bits, groups, switched, None, None, "", (assumed,))
     scheme = targets.scheme_of(module, targets.schemes(config, file), file)
     remarks = [] if scheme else ["no target means it, its tensors say it is quantised: read as they are"]
     for pattern in checks.texts(config, "ignore", file):
@@ -110,6 +113,7 @@ def arguments(checkpoint: Checkpoint, module: str) -> Arguments:
     return Arguments(
         bits=checks.number(weights, "num_bits", file) if options.bits is None else options.bits,
         group_size=_group(weights, file) if options.group_size is None else (options.group_size,),
+        switched=switched,
         symmetric=symmetric if isinstance(symmetric, bool) else None,
         block=_block(weights, file),
         version=str(config.get("version") or ""),

@@ -29,11 +29,13 @@ def words(count: int, bits: int, stream: str) -> int:
     return -(-count * bits // 32) if stream == DENSE else -(-count // (32 // bits))
 
 
-def decide(packed: Tensor, k: int, said: int | None, version: str) -> tuple[int, str]:
+def decide(packed: Tensor, k: int, said: int | None, by: str, version: str) -> tuple[int, str]:
     """(bits, stream) of ``packed`` [n, w] with k codes a row.
 
-    ``said`` are the bits that a switch or the label gives, ``version`` the writer's. Raises CorruptError when no width
-    explains w, UnsupportedError when the label contradicts it or several readings are left.
+    ``said`` are the bits that a switch or the label gives, ``by`` is which of them, ``version`` the writer's.
+
+    Raises CorruptError when no width explains w, UnsupportedError when what is said contradicts it or several readings
+    are left.
     """
     found = packed.shape[1]
     fitting = {(b, s) for b in BITS for s in (DENSE, WORDWISE) if words(k, b, s) == found}
@@ -45,10 +47,10 @@ def decide(packed: Tensor, k: int, said: int | None, version: str) -> tuple[int,
     possible = sorted({b for b, _ in fitting})
     if said is not None and said not in possible:
         raise UnsupportedError(
-            "the label contradicts the shapes",
+            f"{by} contradicts the shapes",
             **where,
             found=f"{found} words for {k} codes, so {' or '.join(map(str, possible))} bits",
-            need=f"{said} bits as the label says",
+            need=f"{said} bits as {by} says",
             do=f"--bits {possible[0]} believes the tensors",
         )
     if said is None and len(possible) > 1:

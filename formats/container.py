@@ -90,6 +90,8 @@ class Checkpoint:
     """(module or "", text): what was assumed, and warnings."""
     file_metadata: dict[Path, dict[str, str]] = field(default_factory=dict)
     """``__metadata__`` of each file."""
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What a reader has worked out of all of it once, for every module to use; ``replace`` begins anew."""
 
     def note(self, module: str, text: str) -> None:
         """Record an assumption or a warning, once."""

@@ -195,7 +195,7 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
         element=ELEMENTS["e4m3"],
         codes=hollow(*parts.weight.shape),
         scales=(parts.level(),),
-        bias=None if parts.bias is None else parts.bias.array(),
+        bias=checks.bias_values(parts.bias),
         source=parts.source,
         residue=residue,
     )

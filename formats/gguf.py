@@ -126,7 +126,7 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
         codes=hollow(*p.lead, p.n, p.k),
         scales=scales,
         offsets=offsets,
-        bias=None if p.bias is None else p.bias.array(),
+        bias=checks.bias_values(p.bias),
         source=p.source,
     )
     order = _logical_rows(p.n, p.source["heads"]) if "heads" in p.source else None

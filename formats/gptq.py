@@ -193,7 +193,8 @@ def _plain(members: dict[str, Tensor], label: Label, say: Say) -> Linear:
     if g_tensor is not None and g_idx is not None and not unset:
         measured = measured_group(g_idx, groups, where[0], g_tensor.name)
         perm = order(g_idx, measured)
-    group = group_size(k, groups, measured, label.group_size, say, *where)
+    switched = "group_size" in label.switched
+    group = group_size(k, groups, measured, label.group_size, say, *where, switched=switched)
 
     words = None if z_tensor is None else z_tensor.array().view(np.uint32)
     zeros = gptq_zeros.load(words, bits, n, label, say, where[0], where[1] if z_tensor is None else z_tensor.name)
@@ -213,8 +214,10 @@ def _tiled(members: dict[str, Tensor], label: Label, say: Say) -> Linear:
     n, k, groups = extents
     bits = gptq_marlin.BITS
     if label.sym is False or any(b != bits for b in label.bits):
-        raise UnsupportedError("Marlin tiles hold symmetric 4-bit codes, the label says otherwise", **where)
-    group = group_size(k, groups, None, label.group_size, say, **where)
+        who = "--bits says" if label.sym is not False and "bits" in label.switched else "the label says"
+        raise UnsupportedError(f"Marlin tiles hold symmetric 4-bit codes, {who} otherwise", **where)
+    switched = "group_size" in label.switched
+    group = group_size(k, groups, None, label.group_size, say, **where, switched=switched)
     if group not in (gptq_marlin.GROUP, k):
         raise UnsupportedError("no such Marlin checkpoint", found=f"group size {group}", need="128 or -1", **where)
     if not label.found:

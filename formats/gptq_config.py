@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import checks
-from .errors import UnsupportedError
+from .errors import UnsupportedError, UsageError
 from .options import Options
 from .patterns import matcher
 
@@ -51,6 +51,8 @@ class Label:
     """gptq, gptq_v2 or marlin; None when a configuration exists and does not tell."""
     forced: bool
     """The convention was given on the command line."""
+    switched: frozenset[str]
+    """Of ``bits`` and ``group_size``: those whose first value is the command line's."""
     wrap: str | None
     quantizer: str
     found: bool
@@ -79,7 +81,7 @@ def label(config: Mapping[str, Any], options: Options, module: str, file: str) -
     """Base settings, then the module's own rule, then the command line.
 
     Raises UnsupportedError (unknown method, format, bits, pack_dtype, or a rule that cannot be evaluated) and
-    UsageError (a switch with a value that does not exist).
+    UsageError (a switch with a value that GPTQ does not have).
     """
     checks.choice("--checkpoint-format", options.checkpoint_format, *CONVENTIONS)
     checks.choice("--zero-wrap", options.zero_wrap, *WRAPS)
@@ -100,11 +102,12 @@ def label(config: Mapping[str, Any], options: Options, module: str, file: str) -
         overrides = {}
     settings = {**config, **overrides}
 
+    if options.bits is not None and options.bits not in BITS:
+        raise UsageError(f"--bits {options.bits}: {_strange(options.bits)}", tensor=module, need="2, 3, 4 or 8")
     bits = _said(options.bits, settings, overrides, "bits", file)
     for b in bits:
         if b not in BITS:
-            why = f"{b}-bit GPTQ is stored in planes" if b in (5, 6, 7) else f"{b} bits are unknown to GPTQ"
-            raise UnsupportedError(why, file=file, tensor=module, found=f"bits {b}", need="bits 2, 3, 4 or 8")
+            raise UnsupportedError(_strange(b), file=file, tensor=module, found=f"bits {b}", need="bits 2, 3, 4 or 8")
     group_size = _said(options.group_size, settings, overrides, "group_size", file)
     for g in group_size:
         if g < 1 and g != -1:
@@ -128,11 +131,16 @@ def label(config: Mapping[str, Any], options: Options, module: str, file: str) -
         sym=sym,
         convention=options.checkpoint_format or _convention(settings, file),
         forced=options.checkpoint_format is not None,
+        switched=frozenset(key for key in ("bits", "group_size") if getattr(options, key) is not None),
         wrap=options.zero_wrap,
         quantizer=_quantizer(config),
         found=bool(config),
         remarks=remarks,
     )
+
+
+def _strange(bits: int) -> str:
+    return f"{bits}-bit GPTQ is stored in planes" if bits in (5, 6, 7) else f"{bits} bits are unknown to GPTQ"
 
 
 def _said(

@@ -53,7 +53,7 @@ def check_columns(qweight: Tensor, n: int, label: Label) -> None:
     if columns == n:
         if label.convention == "marlin":
             raise UnsupportedError(
-                "labelled marlin, but stored as plain GPTQ",
+                f"{'--checkpoint-format' if label.forced else 'labelled'} marlin, but stored as plain GPTQ",
                 file=qweight.file,
                 tensor=qweight.name,
                 do="--checkpoint-format gptq or gptq_v2 says how its zeros are stored",

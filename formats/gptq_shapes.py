@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .errors import CorruptError, UnsupportedError
 from .gptq_config import BITS, Label
 from .gptq_zeros import width
-from .groups import covers
+from .groups import claimed, covers
 
 Say = Callable[[str], None]
 
@@ -40,12 +40,13 @@ def code_bits(shapes: Shapes, label: Label, say: Say, file: str, tensor: str) ->
     if agreed:
         return agreed[0]
     if label.bits:
+        switch = "--bits" if "bits" in label.switched else None
         raise UnsupportedError(
-            "the label contradicts the shapes",
+            f"{switch or 'the label'} contradicts the shapes",
             file=file,
             tensor=tensor,
             found=f"tensors of {_either(fitting)}-bit codes",
-            need=f"{_either(label.bits)}-bit codes, as label or switch says",
+            need=f"bits {claimed(label.bits, switch)}",
             do=f"--bits {fitting[0]} believes the tensors",
         )
     # Words of zeros are rounded up: a width that fills them wins over one that leaves lanes unused.

@@ -127,10 +127,11 @@ def load(
 
 def _oddity(constant: int | None, half: int, label: Label) -> str | None:
     """What is strange about the zeros of a symmetric module, all read as ``half``."""
+    said = "--checkpoint-format" if label.forced else "labelled"
     if constant == half and label.convention == "gptq":
-        return f"labelled gptq, but every stored zero is {half}: it is gptq_v2, and read so"
+        return f"{said} gptq, but every stored zero is {half}: it is gptq_v2, and read so"
     if constant == half - 1 and label.convention == "gptq_v2":
-        return f"labelled gptq_v2, but every stored zero is {half - 1}: it is gptq, and read so"
+        return f"{said} gptq_v2, but every stored zero is {half - 1}: it is gptq, and read so"
     if constant not in (half - 1, half):
         return f"symmetric, but the stored zeros are not all {half - 1} or all {half}: ignored, the zero is {half}"
     return None

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ def group_size(
     say: Callable[[str], None],
     file: str,
     tensor: str,
+    *,
+    switched: bool = False,
 ) -> int:
     """Input channels of one row of scales, at most k.
 
@@ -39,10 +41,11 @@ def group_size(
         measured: what g_idx shows, None when it shows nothing.
         said: sizes that labels or switches give, to be believed in this order; empty when nothing is said.
         say: takes what was assumed.
+        switched: the first of ``said`` is that of ``--group-size``.
 
     Raises:
         CorruptError: more groups than channels.
-        UnsupportedError: there is no such size, the label contradicts the tensors, or several sizes are possible.
+        UnsupportedError: no such size, a label or switch that contradicts the tensors, or several possible sizes.
     """
     for size in said:
         if size < 1 and size != -1:
@@ -61,11 +64,11 @@ def group_size(
     possible = sorted({measured} if measured is not None else {k} if groups == 1 else usual | exact)
     if said:
         raise UnsupportedError(
-            "the label contradicts the tensors",
+            f"{'--group-size' if switched else 'the label'} contradicts the tensors",
             file=file,
             tensor=tensor,
             found=f"{groups} groups over {k} channels",
-            need=f"group size {_either(said)} as the label says",
+            need=f"group size {claimed(said, '--group-size' if switched else None)}",
             do=f"--group-size {possible[0]} believes the tensors" if possible else "--group-size says which is true",
         )
     if len(possible) != 1:
@@ -80,7 +83,14 @@ def group_size(
     return possible[0]
 
 
-def _either(values: tuple[int, ...] | list[int]) -> str:
+def claimed(values: Sequence[int], switch: str | None) -> str:
+    """Numbers and who says so: labels, but for the first when it is that of a switch."""
+    by_label = f"{_either(values[1:] if switch else values)} as the label says"
+    by_switch = [f"{values[0]} as {switch} says"] if switch else []
+    return " or ".join([*by_switch, *([by_label] if len(values) > len(by_switch) else [])])
+
+
+def _either(values: Sequence[int]) -> str:
     return " or ".join(map(str, values))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from . import checks
 from .canonical import Element, Level, Outline, QuantTensor, order_digest
 from .container import Checkpoint, Tensor
 from .stream import hollow
@@ -51,7 +52,10 @@ class Linear:
         )
 
     def tensor(self, scales: Array) -> QuantTensor:
-        """What ``read`` gives, with the shape of its codes and no content; ``scales`` on their grid."""
+        """What ``read`` gives, with the shape of its codes and no content; ``scales`` on their grid.
+
+        Raises CorruptError for a bias that is NaN or infinite.
+        """
         bias = self.members.get("bias")
         return QuantTensor(
             element=self.element,
@@ -59,7 +63,7 @@ class Linear:
             scales=(Level(scales, self.block),),
             zero=self.zero,
             perm=self.perm,
-            bias=None if bias is None else bias.array(),
+            bias=checks.bias_values(bias),
             source=self.source,
             residue=self.residue,
         )

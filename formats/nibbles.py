@@ -64,7 +64,7 @@ class Parts:
             element=ELEMENTS["e2m1"],
             codes=hollow(*self.lead, self.n, self.k),
             scales=scales,
-            bias=None if self.bias is None else self.bias.array(),
+            bias=checks.bias_values(self.bias),
             source=self.source,
             residue={suffix: t.array() for suffix, t in self.kept.items()} | dict(residue or {}),
         )

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .errors import UsageError
+
 
 @dataclass(frozen=True)
 class Options:
-    """None means: decide from the tensors, cross-check the labels, refuse when they disagree."""
+    """None means: decide from the tensors, cross-check the labels, refuse when they disagree.
+
+    Raises UsageError for a number that no checkpoint could have.
+    """
 
     bits: int | None = None
     group_size: int | None = None
@@ -21,3 +26,9 @@ class Options:
     """zero: read NaN codes as 0 instead of refusing them."""
     undo_rope_order: bool = False
     stack_experts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits is not None and self.bits < 1:
+            raise UsageError(f"--bits {self.bits}: no such width", need="1 or more")
+        if self.group_size is not None and self.group_size < 1 and self.group_size != -1:
+            raise UsageError(f"--group-size {self.group_size}: no such size", need="-1 or a positive number")
