@@ -8,7 +8,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from ..formats import artifact, sources
+from ..formats import artifact, checks, sources
 from ..formats.canonical import Outline, widened
 from ..formats.container import Checkpoint
 from ..formats.errors import CorruptError, UnsupportedError, UsageError
@@ -145,11 +145,12 @@ def claims(checkpoint: Checkpoint, source: str | None) -> dict[str, tuple[str, t
 
 
 def _check_claims(checkpoint: Checkpoint, found: Mapping[str, Mapping[str, tuple[str, ...]]]) -> None:
-    """Every tensor has at most one owner, every module one format, and no member is left alone."""
+    """Every module has a name, one format and one weight, every tensor at most one owner, and none is left alone."""
     owner: dict[str, str] = {}
     readers: dict[str, str] = {}
     for name, claimed in found.items():
         for module, members in claimed.items():
+            _check_name(checkpoint, module, members)
             for tensor in members:
                 if owner.setdefault(tensor, name) != name:
                     raise UnsupportedError(
@@ -178,6 +179,28 @@ def _check_claims(checkpoint: Checkpoint, found: Mapping[str, Mapping[str, tuple
                     need=missing,
                     do="get the checkpoint again",
                 )
+
+
+def _check_name(checkpoint: Checkpoint, module: str, members: tuple[str, ...]) -> None:
+    """Refuse a module whose name is nothing but dots and suffixes, and one with a plain weight beside its codes."""
+    first = checkpoint.tensors[members[0]]
+    if module.startswith(".") or module.endswith(".") or (not module and first.name.startswith(".")):
+        raise UnsupportedError(
+            "a module needs a name",
+            file=first.file,
+            tensor=first.name,
+            found=repr(module),
+            need="one before its suffix",
+        )
+    plain = checks.full_name(module, "weight")
+    if plain in checkpoint.tensors and plain not in members:
+        raise UnsupportedError(
+            "two weights for one module",
+            file=checkpoint.tensors[plain].file,
+            tensor=plain,
+            found=f"it beside {', '.join(members[:3])}",
+            do="remove the one that does not count",
+        )
 
 
 def make(checkpoint: Checkpoint, source: str | None, layout: str, *, widen: bool = False) -> Plan:

@@ -46,10 +46,14 @@ ELEMENT_NAMES = {2: ("u2b2", "u2"), 4: ("u4b8", "u4"), 8: ("u8b128", "u8")}
 
 def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     """Module -> the initializers it consumes. Raises UnsupportedError as ``_nodes``."""
-    return {
-        module: tuple(name for name in _inputs(node).values() if name in checkpoint.tensors)
-        for module, node in _nodes(checkpoint).items()
-    }
+    found = {}
+    for module, node in _nodes(checkpoint).items():
+        members = tuple(name for name in _inputs(node).values() if name in checkpoint.tensors)
+        if (b := _inputs(node)["B"]) in checkpoint.tensors:
+            found[module] = members
+        elif members:
+            checkpoint.note("", f"{b} is no initializer: its {OP} stays as it is")
+    return found
 
 
 def _inputs(node: Mapping[str, Any]) -> dict[str, str]:
@@ -58,8 +62,19 @@ def _inputs(node: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _nodes(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
-    """Module -> node. Raises UnsupportedError for a domain or operator set that has no such operator, for initializers
-    that two modules share, and for one B that two nodes read in two ways."""
+    """Module -> node; matched once for all modules, in time linear in the nodes. Raises as ``_matched``."""
+    if "nodes" not in checkpoint.memo:
+        checkpoint.memo["nodes"] = _matched(checkpoint)
+    found: dict[str, Mapping[str, Any]] = checkpoint.memo["nodes"]
+    return found
+
+
+def _matched(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
+    """Module -> node, whether or not B is among the tensors: names do not depend on which of them are there.
+
+    Raises UnsupportedError for a domain or operator set that has no such operator, for initializers that two modules
+    share, and for one B that two nodes read in two ways.
+    """
     found: dict[str, Mapping[str, Any]] = {}
     by_b: dict[str, Mapping[str, Any]] = {}
     owner: dict[str, str] = {}
@@ -68,18 +83,19 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
             continue
         _check_domain(checkpoint, node)
         inputs = _inputs(node)
-        b = inputs.get("B", "")
-        if b not in checkpoint.tensors:
-            checkpoint.note("", f"{b or 'B'} is no initializer: its {OP} stays as it is")
+        b = inputs.get("B")
+        if b is None:
+            checkpoint.note("", f"a {OP} without B stays as it is")
             continue
+        there = b in checkpoint.tensors
         first = by_b.setdefault(b, node)
         if first is not node:
-            if (inputs, node["attributes"]) != (_inputs(first), first["attributes"]):
+            if there and (inputs, node["attributes"]) != (_inputs(first), first["attributes"]):
                 raise UnsupportedError("two nodes read it in two ways", file=checkpoint.path, tensor=b)
             continue
         module = _name(b)
         module = b if module in found else module
-        for name in inputs.values():
+        for name in inputs.values() if there else ():
             if owner.setdefault(name, module) != module:
                 raise UnsupportedError(
                     "two modules share an initializer",

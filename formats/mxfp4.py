@@ -205,6 +205,15 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
             found=f"ModelOpt's export of stacked experts, {list(packed.shape)}",
             need="_blocks and _scales as gpt-oss publishes them",
         )
+    plain = tensors.get(packed.name[: -len("_blocks")])
+    if names.blocked and plain is not None:
+        raise UnsupportedError(
+            "two weights for one module",
+            file=plain.file,
+            tensor=plain.name,
+            found=f"it beside {packed.name}",
+            do="remove the one that does not count",
+        )
     scale, bias = tensors[module + names.scale], tensors.get(module + names.bias)
     checks.dtype(scale, *BYTES)
     logical = tensors.get(module + ".weight_shape")
