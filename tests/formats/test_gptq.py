@@ -674,7 +674,9 @@ BAD = {
     ),
     "-1 contradicts": Bad(UnsupportedError, "need group size -1", label={"group_size": -1}),
     "bits contradict": Bad(UnsupportedError, "4-bit codes; need bits 8 as the label says.*--bits 4", label={"bits": 8}),
-    "bits switch contradicts": Bad(UnsupportedError, "4-bit codes; need 8-bit", options=Options(bits=8)),
+    "bits switch contradicts": Bad(
+        UnsupportedError, "4-bit codes; need bits 8 as --bits says", options=Options(bits=8)
+    ),
     "5 bits": Bad(UnsupportedError, "5-bit GPTQ is stored in planes", label={"bits": 5}),
     "16 bits": Bad(UnsupportedError, "16 bits are unknown", label={"bits": 16}),
     "bits in words": Bad(UnsupportedError, "bits is not a number", label={"bits": "four"}),
