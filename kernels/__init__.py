@@ -14,4 +14,4 @@ def layouts() -> dict[str, ModuleType]:
 
     One with ``stream`` and ``view`` (see ``formats/stream.py``) packs and unpacks a few megabytes at a time.
     """
-    return listing(__name__, list(__path__), ("accepts", "pack", "unpack", "plan"))
+    return listing(__name__, list(__path__), ("accepts", "pack", "unpack", "plan", "numerics"))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NUMERICS = ("exact", "int8", "e4m3")
+"""What may be asked of a product: x as it is, or in 8 bits. Each of the last two is a kind of ``quantize``."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -24,9 +27,10 @@ class Stage:
 
     ``kernel`` is the stem of its .cu file and its entry's name, ``variant`` its template argument: values of the
     file's ``Variant`` struct in field order. ``args`` names its parameters in order: a tensor of the module by suffix
-    (``qweight``), ``x``, ``y``, ``gathered`` (x in stored column order), ``scratch``, ``counters`` are pointers, null
-    where the module has none; ``m``, ``n``, ``k``, ``n_padded``, ``k_padded``, ``group`` are int32; ``ldx``, ``ldy``
-    and ``ld_gathered`` (row strides in elements; the last is k_padded) are int64. A number stands for itself, int32.
+    (``qweight``), ``x``, ``y``, ``gathered`` (x in stored column order), ``quantized`` and ``factors`` (x in 8 bits,
+    see ``quantize``), ``scratch``, ``counters`` are pointers, null where the module has none; ``m``, ``n``, ``k``,
+    ``n_padded``, ``k_padded``, ``group`` are int32; ``ldx``, ``ldy`` and ``ld_gathered`` (row strides
+    in elements; the last is k_padded) are int64. A number stands for itself, int32.
     ``x_map`` and ``gathered_map`` are CUtensorMap by value (128 bytes, a __grid_constant__ parameter): the matrix of
     16-bit numbers [m, k] or [m, k_padded], read in boxes of ``box``, 128-byte swizzled, zero outside the matrix.
     """
@@ -55,5 +59,11 @@ class Plan:
     """Bytes for x in stored column order (act-order, or rows of x that do not start on 16 bytes), 0 when unused."""
     counters: int = 0
     """uint32 words, zero before; the kernels leave them zero."""
+    quantized: int = 0
+    factors: int = 0
+    """Bytes for x in 8 bits and for its factors, 0 when unused."""
+    quantizes: str | None = None
+    """The kind (``quantize.KINDS``) that the first stage quantises x to. Only that stage reads x, so that whoever has
+    ``quantized`` and ``factors`` already launches the others alone."""
     rejected: tuple[tuple[str, str], ...] = ()
     """(variant, reason) of every candidate not chosen."""

@@ -282,6 +282,11 @@ def _supported(spec: Spec, device: Device, x_dtype: str) -> None:
         raise UnsupportedError("no Marlin kernel for these scales", need=reason)
 
 
+def numerics(spec: Spec) -> tuple[str, ...]:
+    """What a product may be asked for (``launch.NUMERICS``): x is multiplied as it is."""
+    return ("exact",)
+
+
 def plan(
     spec: Spec,
     m: int,
@@ -289,11 +294,13 @@ def plan(
     x_dtype: str,
     aligned: bool = True,
     variant: Decode | Tiled | Wgmma | None = None,
+    numerics: str | None = None,
 ) -> Plan:
     """The launches of y[m, n] = x[m, k] @ W.T for a module that ``marlin.spec`` describes.
 
     ``x_dtype``: "f16" or "bf16", also y's. ``aligned``: every row of x starts on 16 bytes. ``variant`` replaces the
-    choice, for measuring. Raises ``UnsupportedError`` where no kernel of ours runs.
+    choice, for measuring. ``numerics`` is one of ``numerics(spec)``, None for the first. Raises ``UnsupportedError``
+    where no kernel of ours runs.
     """
     _supported(spec, device, x_dtype)
     if m == 0:
@@ -311,7 +318,7 @@ def plan(
         made = hopper.launch(spec, m, device, x_dtype, gather, variant)
     else:
         made = _tiled(spec, m, device, x_dtype, aligned, variant)
-    return Plan(made.stages, made.why, made.scratch, made.gathered, made.counters, rejected)
+    return replace(made, rejected=rejected)
 
 
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:

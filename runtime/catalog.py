@@ -15,6 +15,7 @@ from ..formats.artifact import Artifact
 from ..formats.canonical import Outline, QuantTensor, dequantize
 from ..formats.container import Checkpoint
 from ..formats.errors import WarptileError
+from ..kernels import layouts
 
 Array = NDArray[Any]
 
@@ -37,6 +38,8 @@ class Module:
     zero: bool = False
     act_order: bool = False
     bias: bool = False
+    numerics: tuple[str, ...] = ("exact",)
+    """What ``Session.linear`` may be asked for: x as it is, or in 8 bits."""
 
 
 def _converted(name: str, spec: dict[str, Any]) -> Module:
@@ -52,6 +55,7 @@ def _converted(name: str, spec: dict[str, Any]) -> Module:
         zero=spec["zero"] is not None,
         act_order=bool(spec["perm"]),
         bias=bool(spec["bias"]),
+        numerics=layouts()[spec["layout"]].numerics(spec),
     )
 
 

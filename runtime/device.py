@@ -6,7 +6,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,16 @@ import numpy as np
 from ..formats.errors import UnsupportedError
 from ..kernels import launch as plans
 from ..kernels import layouts
+from ..kernels.quantize import KINDS, nbytes, padded
+from ..kernels.quantize import stage as quantizing
 from . import build
-from .arrays import ACTIVATIONS, ITEM, CupyKind, Kind, NumpyKind, Operand, host_view
+from .arrays import ACTIVATIONS, ITEM, CupyKind, Kind, NumpyKind, Operand, borrowed, host_view
 from .catalog import Catalog, Module
 from .cublas import Cublas
 from .dense import BITS, Dense, bias_of, decode, dense, multiply, view
 from .launch import Bound, Kernels, describe
 from .load import Uploader, Weights
+from .product import Product, Quantized
 from .scratch import Lane, Lanes, allocating, capture_id, on
 
 ROWS = 1 << 18
@@ -86,7 +91,8 @@ class Cuda:
         self._weights: dict[str, Weights] = {}
         self._dense: dict[tuple[str, str], Dense] = {}
         self._cublas: Cublas | None = None
-        self._bound: dict[tuple[str, str, int, bool], Bound] = {}
+        self._bound: dict[tuple[Any, ...], Bound | Dense] = {}
+        self._quantizers: dict[tuple[Any, ...], Bound] = {}
         with current(index):
             self.facts = _facts(index, cubins)
             self._uploader = Uploader()
@@ -101,102 +107,173 @@ class Cuda:
     def weight_bytes(self) -> int:
         return sum(w.nbytes for w in self._weights.values()) + sum(d.nbytes for d in self._dense.values())
 
-    def linear(self, module: Module, kind: Kind, x: Operand, out: Operand | None, expert: int | None) -> Any:
-        for what, operand in (("x", x), ("out", out)):
+    def linear(self, p: Product) -> Any:
+        self._at_home(p.module.name, p.kind, x=p.x, out=p.out)
+        with current(self.index):
+            stream, x, out, result = p.kind.stream(self.index), p.x, p.out, None
+            if p.quantized is not None and p.quantized.lane is not self._lanes.of(stream):
+                raise ValueError(
+                    f"{p.module.name}: x was quantized on another stream or graph capture; call quantize() on this one"
+                )
+            if out is None:
+                result = p.kind.empty((*x.shape[:-1], p.module.n), x.dtype, x.owner)
+                out = p.kind.target(result)
+            if x.rows and p.module.n:
+                if x.device is None:
+                    self._through_host(p, out, stream)
+                else:
+                    self._product(p, out, stream)
+            return out.owner if result is None else p.kind.deliver(result, x.owner)
+
+    def _at_home(self, name: str, kind: Kind, **operands: Operand | None) -> None:
+        for what, operand in operands.items():
             if operand is not None and operand.device != self.index and not isinstance(kind, NumpyKind):
                 where = "the cpu" if operand.device is None else f"cuda:{operand.device}"
-                raise ValueError(f"{module.name}: {what} is on {where}, this session on {self.device}; move it there")
+                raise ValueError(f"{name}: {what} is on {where}, this session on {self.device}; move it there")
+
+    def quantize(self, kind: Kind, x: Operand, numerics: str) -> Quantized:
+        self._at_home("quantize", kind, x=x)
         with current(self.index):
             stream = kind.stream(self.index)
-            result = None
-            if out is None:
-                result = kind.empty((*x.shape[:-1], module.n), x.dtype, x.owner)
-                out = kind.target(result)
-            if x.rows and module.n:
-                if x.device is None:
-                    self._through_host(module, x, out, expert, stream)
-                else:
-                    self._product(module, x, out, expert, stream)
-            return out.owner if result is None else kind.deliver(result, x.owner)
+            lane = self._lanes.of(stream)
+            bound, (codes, factors) = self._quantizer(x, numerics, stream), nbytes(numerics, x.rows, x.shape[-1])
+            with lane.lock:
+                loan = lane.lend(codes + factors, "x in 8 bits")
+                handle = Quantized(self, kind, borrowed(x), numerics, lane, loan, partial(setattr, loan, "free", True))
+                if x.rows:
+                    there = x if x.device is not None else self._sent("quantize", x, lane, stream)
+                    there = there if there.row_stride is not None else _packed(there, lane, stream)
+                    assert there.row_stride is not None
+                    given = {"quantized": loan.memory.ptr, "factors": loan.memory.ptr + codes}
+                    bound.launch(stream, {"x": there.pointer, "ldx": there.row_stride, **given}, 0, None)
+            self._lanes.settle(lane)
+            return handle
 
-    def _through_host(self, module: Module, x: Operand, out: Operand, expert: int | None, stream: int) -> None:
+    def _quantizer(self, x: Operand, numerics: str, stream: int | None) -> Bound:
+        """The launch that quantises an x of these extents."""
+        m, k, key = x.rows, x.shape[-1], ("", numerics, x.dtype, x.rows, x.shape[-1])
+        with self._lock:
+            if key not in self._quantizers:
+                stage = quantizing(numerics, m, k, self.facts, x.dtype)
+                if not self._kernels.has(stage):
+                    self._warm("quantize", m, stream)
+                scalars = {"m": m, "n": 0, "k": k, "k_padded": padded(k)}
+                with allocating():
+                    bound = Bound(
+                        "quantize", plans.Plan((stage,), ""), scalars, Weights(None, 0, {}, {}), self._kernels
+                    )
+                self._quantizers[key] = bound
+            return self._quantizers[key]
+
+    def _through_host(self, p: Product, out: Operand, stream: int) -> None:
         """numpy in, numpy out: both copied through the lane's staging memory; returns when the result is there."""
         from cupy.cuda import runtime
 
-        if capture_id(stream) is not None:
-            raise RuntimeError(f"{module.name}: numpy arrays cannot take part in a graph capture; pass cupy or torch")
-        m, n, k = x.rows, module.n, module.k
-        source = np.ascontiguousarray(host_view(x)).reshape(m, k)
-        result = np.empty((m, n), source.dtype)
+        m, n = p.x.rows, p.module.n
         lane = self._lanes.of(stream)
         with lane.lock:
-            there = Operand(lane.buffer("host x", m * k * ITEM), (m, k), (k, 1), x.dtype, self.index, lane)
+            x = p.x if p.quantized is not None else self._sent(p.module.name, p.x, lane, stream)
             back = Operand(lane.buffer("host y", m * n * ITEM), (m, n), (n, 1), x.dtype, self.index, lane)
-            runtime.memcpyAsync(there.pointer, source.ctypes.data, source.nbytes, runtime.memcpyHostToDevice, stream)
-            self._product(module, there, back, expert, stream)
+            self._product(replace(p, x=x), back, stream)
+            result = np.empty((m, n), ACTIVATIONS[x.dtype])
             runtime.memcpyAsync(result.ctypes.data, back.pointer, result.nbytes, runtime.memcpyDeviceToHost, stream)
             runtime.streamSynchronize(stream)
         host_view(out)[...] = result.reshape(out.shape)
 
-    def _product(self, module: Module, x: Operand, out: Operand, expert: int | None, stream: int) -> None:
-        if x.row_stride is not None:
-            self._rows(module, x, out, expert, stream)
+    def _sent(self, name: str, x: Operand, lane: Lane, stream: int) -> Operand:
+        """A host array's rows in the lane's staging memory. Hold the lane's lock."""
+        from cupy.cuda import runtime
+
+        if capture_id(stream) is not None:
+            raise RuntimeError(f"{name}: numpy arrays cannot take part in a graph capture; pass cupy or torch")
+        shape = (x.rows, x.shape[-1])
+        source = np.ascontiguousarray(host_view(x)).reshape(shape)
+        there = Operand(lane.buffer("host x", source.nbytes), shape, (shape[1], 1), x.dtype, self.index, lane)
+        runtime.memcpyAsync(there.pointer, source.ctypes.data, source.nbytes, runtime.memcpyHostToDevice, stream)
+        return there
+
+    def _product(self, p: Product, out: Operand, stream: int) -> None:
+        if p.x.row_stride is not None:
+            self._rows(p, out, stream)
             return
         lane = self._lanes.of(stream)
         with lane.lock:
-            self._rows(module, _packed(x, lane, stream), out, expert, stream)
+            self._rows(replace(p, x=_packed(p.x, lane, stream)), out, stream)
         self._lanes.settle(lane)
 
-    def _rows(self, module: Module, x: Operand, out: Operand, expert: int | None, stream: int) -> None:
+    def _rows(self, p: Product, out: Operand, stream: int) -> None:
         """A product of regular rows, at most ROWS of them at once."""
-        for start in range(0, x.rows, ROWS):
-            part, to = _slice(x, start), _slice(out, start)
-            bound = self._ready(module, x.dtype, part.rows, part.aligned, stream)
+        for start in range(0, p.x.rows, ROWS):
+            part, to = _slice(p.x, start), _slice(out, start)
+            bound = self._ready(p.module, p.x.dtype, part.rows, part.aligned, p.numerics, p.quantized, stream)
+            operands = {"x": part.pointer, "y": to.pointer, "ldx": part.row_stride or 0, "ldy": to.row_stride or 0}
+            if p.quantized is not None:
+                operands |= _given(p.quantized, start)
             if isinstance(bound, Bound) and not bound.needs_memory:
-                bound.launch(stream, part, to, expert or 0, None)
+                bound.launch(stream, operands, p.expert or 0, None)
                 continue
             lane = self._lanes.of(stream)
             with lane.lock:
                 if isinstance(bound, Dense):
                     assert self._cublas is not None
-                    _multiply(self._cublas, bound, module, part, to, expert, lane, stream)
+                    _multiply(self._cublas, bound, p.module, part, to, p.expert, lane, stream)
                 else:
-                    _launch(bound, stream, part, to, expert or 0, lane)
+                    _launch(bound, stream, operands, p.expert or 0, lane)
             self._lanes.settle(lane)
 
-    def _ready(self, module: Module, dtype: str, m: int, aligned: bool, stream: int | None) -> Bound | Dense:
+    def _ready(
+        self,
+        module: Module,
+        dtype: str,
+        m: int,
+        aligned: bool,
+        numerics: str | None,
+        handle: Quantized | None,
+        stream: int | None,
+    ) -> Bound | Dense:
         """The bound plan of a product, or the dense weights when no kernel of ours runs it."""
-        bound = self._bound.get((module.name, dtype, m, aligned)) or self._dense.get((module.name, dtype))
-        if bound is not None:
+        key = module.name, dtype, m, aligned, numerics
+        bound = self._bound.get(key)
+        if bound is not None and (handle is None or isinstance(bound, Bound)):
             return bound
         with self._lock:
-            plan = self._plan(module, m, dtype, aligned)
-            stages = () if isinstance(plan, str) else plan.stages
-            cold = not stages or module.name not in self._weights or not all(map(self._kernels.has, stages))
-            if cold and stream is not None and capture_id(stream) is not None:
-                raise RuntimeError(
-                    f"{module.name}: not ready for m={m} inside a graph capture; "
-                    f"call session.prepare({m}) before the capture begins"
+            plan = self._plan(module, m, dtype, aligned, numerics)
+            if handle is not None and (isinstance(plan, str) or plan.quantizes != handle.numerics):
+                found = plan if isinstance(plan, str) else plan.why
+                raise UnsupportedError(
+                    "no kernel takes x in 8 bits", tensor=module.name, found=found, do="pass x itself"
                 )
+            stages = () if isinstance(plan, str) else plan.stages
+            if not stages or module.name not in self._weights or not all(map(self._kernels.has, stages)):
+                self._warm(module.name, m, stream)
             with allocating():
-                if isinstance(plan, str):
-                    return self._make_dense(module, dtype)
                 if len(self._bound) >= BOUND_LIMIT:
                     self._bound.clear()
-                spec = self.catalog.artifact.modules[module.name]
-                extents = {name: value for name, value in spec.items() if type(value) is int}
-                scalars = {**extents, "m": m, "ld_gathered": spec["k_padded"]}
-                made = Bound(module.name, plan, scalars, self._resident(module), self._kernels)
-                self._bound[module.name, dtype, m, aligned] = made
+                made = self._make_dense(module, dtype) if isinstance(plan, str) else self._bind(module, m, plan)
+                self._bound[key] = made
                 return made
 
-    def _plan(self, module: Module, m: int, dtype: str, aligned: bool) -> plans.Plan | str:
+    def _warm(self, name: str, m: int, stream: int | None) -> None:
+        """Refuse to upload or compile where that would break a capture."""
+        if stream is not None and capture_id(stream) is not None:
+            raise RuntimeError(
+                f"{name}: not ready for m={m} inside a graph capture; "
+                f"call session.prepare({m}) before the capture begins"
+            )
+
+    def _bind(self, module: Module, m: int, plan: plans.Plan) -> Bound:
+        spec = self.catalog.artifact.modules[module.name]
+        extents = {name: value for name, value in spec.items() if type(value) is int}
+        scalars = {**extents, "m": m, "ld_gathered": spec["k_padded"]}
+        return Bound(module.name, plan, scalars, self._resident(module), self._kernels)
+
+    def _plan(self, module: Module, m: int, dtype: str, aligned: bool, numerics: str | None) -> plans.Plan | str:
         """The layout's plan, or why there is none."""
         if module.layout is None:
             return f"its weights passed through conversion as {module.element}"
         spec = self.catalog.artifact.modules[module.name]
         try:
-            plan: plans.Plan = layouts()[module.layout].plan(spec, m, self.facts, dtype, aligned)
+            plan: plans.Plan = layouts()[module.layout].plan(spec, m, self.facts, dtype, aligned, numerics=numerics)
         except UnsupportedError as error:
             return str(error)
         return plan
@@ -218,6 +295,8 @@ class Cuda:
         """Decoded in a pool of its own, so that the temporaries go back to the device."""
         import cupy
 
+        if (module.name, dtype) in self._dense:
+            return self._dense[module.name, dtype]
         self._cublas = self._cublas or Cublas()
         with cupy.cuda.using_allocator(self._pool.malloc):
             if module.element == dtype:
@@ -257,12 +336,14 @@ class Cuda:
             except (TypeError, ValueError):
                 return cupy.asarray(array.view(f"u{array.itemsize}"))
 
-    def explain(self, module: Module, m: int, dtype: str) -> tuple[str, ...]:
-        plan = self._plan(module, m, dtype, module.k % 8 == 0)
+    def explain(self, module: Module, m: int, dtype: str, numerics: str | None) -> tuple[str, ...]:
+        plan = self._plan(module, m, dtype, module.k % 8 == 0, numerics)
         if isinstance(plan, str):
             return (f"cuBLAS, decoded on the device once, fp32 accumulation: {plan}",)
         stages = [f"stage {i}: {describe(stage)}" for i, stage in enumerate(plan.stages, 1)]
         memory = f"scratch {plan.scratch} B, gathered x {plan.gathered} B, {plan.counters} counters"
+        if plan.quantizes:
+            memory += f", x as {plan.quantizes} {plan.quantized + plan.factors} B"
         rejected = [f"not {what}: {why}" for what, why in plan.rejected]
         return (*stages, f"why: {plan.why}", memory, *rejected)
 
@@ -270,27 +351,33 @@ class Cuda:
         with current(self.index):
             for module in modules:
                 dtype = module.element if module.element in ACTIVATIONS else "f16"
-                if isinstance(self._plan(module, 1, dtype, True), str):
-                    self._ready(module, dtype, 1, True, None)
+                if isinstance(self._plan(module, 1, dtype, True, None), str):
+                    self._ready(module, dtype, 1, True, None, None, None)
                 else:
                     self._resident(module)
 
-    def prepare(self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str]) -> None:
+    def prepare(
+        self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str], numerics: str | None
+    ) -> None:
         """Runs every product once on zeros: that loads kernels (cuBLAS's own too) and grows this stream's lane."""
         import cupy
 
         todo = [(module, min(m, ROWS), dtype) for module in modules for dtype in dtypes for m in ms if m]
-        chosen = [self._plan(*one, aligned) for one in todo for aligned in (False, True)]
+        chosen = [self._plan(*one, aligned, numerics) for one in todo for aligned in (False, True)]
         self._kernels.compile([stage for plan in chosen if not isinstance(plan, str) for stage in plan.stages])
         kind = CupyKind()
         with current(self.index):
             stream = kind.stream(self.index)
             for module, m, dtype in todo:
-                for aligned in (False, True):
-                    self._ready(module, dtype, m, aligned, None)
                 x, y = cupy.zeros((m, module.k), cupy.uint16), cupy.empty((m, module.n), cupy.uint16)
                 source, target = (replace(kind.operand(array), dtype=dtype) for array in (x, y))
-                self._product(module, source, target, None if module.experts is None else 0, stream)
+                for aligned in (False, True):
+                    self._ready(module, dtype, m, aligned, numerics, None, None)
+                for shared in module.numerics:
+                    if shared in KINDS:
+                        self._quantizer(source, shared, None)
+                expert = None if module.experts is None else 0
+                self._product(Product(module, kind, source, None, expert, numerics), target, stream)
             cupy.cuda.get_current_stream().synchronize()
 
     def release(self) -> None:
@@ -303,6 +390,7 @@ class Cuda:
         with current(self.index):
             cupy.cuda.runtime.deviceSynchronize()
             self._bound.clear()
+            self._quantizers.clear()
             self._dense.clear()
             self._pool.free_all_blocks()
             self._weights.clear()
@@ -312,10 +400,10 @@ class Cuda:
                 self._cublas.close()
 
 
-def _launch(bound: Bound, stream: int, x: Operand, out: Operand, expert: int, lane: Lane) -> None:
+def _launch(bound: Bound, stream: int, operands: dict[str, int], expert: int, lane: Lane) -> None:
     """A launch with scratch; counters that a failure may have left counting are given up."""
     try:
-        bound.launch(stream, x, out, expert, lane)
+        bound.launch(stream, operands, expert, lane)
     except RuntimeError:
         lane.reset()
         raise
@@ -328,6 +416,14 @@ def _multiply(
         multiply(cublas, d, x, out, expert, lane, stream)
     except RuntimeError as error:
         raise RuntimeError(f"{module.name}: cuBLAS: {error}; m={x.rows}, n={module.n}, k={module.k}") from error
+
+
+def _given(handle: Quantized, start: int) -> dict[str, int]:
+    """Where the quantised rows from ``start`` on lie in a handle's memory."""
+    rows, k = prod(handle.shape[:-1]), handle.shape[-1]
+    (all_codes, _), (codes, factors) = nbytes(handle.numerics, rows, k), nbytes(handle.numerics, start, k)
+    pointer = handle.memory.memory.ptr
+    return {"quantized": pointer + codes, "factors": pointer + all_codes + factors}
 
 
 def _slice(x: Operand, start: int) -> Operand:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.launch import Plan, Stage
-from .arrays import ITEM, Operand
+from .arrays import ITEM
 from .build import compile as build_cubin
 from .cubin import Cubin
 from .load import Weights
@@ -20,8 +20,8 @@ from .scratch import Lane
 STATIC_SHARED = 48 << 10
 """Bytes of shared memory a kernel gets without opting in."""
 
-OPERANDS = ("x", "y", "ldx", "ldy", "scratch", "counters", "gathered")
-"""Arguments that change from call to call, in the order ``Bound.launch`` gathers them."""
+OPERANDS = ("x", "y", "ldx", "ldy", "scratch", "counters", "gathered", "quantized", "factors")
+"""Arguments that change from call to call."""
 
 MAPS = {"x_map": "k", "gathered_map": "k_padded"}
 """Arguments that are a tensor map by value, and the extent that is the length of their rows."""
@@ -113,8 +113,8 @@ class _Prepared:
     stage: Stage
     function: Any
     words: memoryview
-    patched: tuple[tuple[int, int], ...]
-    """(word, index in OPERANDS) of what a call fills in."""
+    patched: tuple[tuple[int, str], ...]
+    """(word, name in OPERANDS) of what a call fills in."""
     stacked: tuple[tuple[int, int, int], ...]
     """(word, pointer of expert 0, bytes from one expert to the next)."""
     addresses: int
@@ -161,7 +161,7 @@ class Bound:
 
     def __init__(self, name: str, plan: Plan, scalars: Mapping[str, int], weights: Weights, kernels: Kernels) -> None:
         self.name, self.plan = name, plan
-        self.needs_memory = bool(plan.scratch or plan.counters or plan.gathered)
+        self.needs_memory = bool(plan.scratch or plan.counters or plan.gathered or plan.quantized)
         self._scalars = scalars
         self._lock = threading.Lock()
         self._stages: list[_Prepared] = []
@@ -171,37 +171,30 @@ class Bound:
             except CudaError as error:
                 raise self._blame(len(self._stages), error) from None
 
-    def launch(self, stream: int, x: Operand, y: Operand, expert: int, lane: Lane | None) -> None:
-        """All stages in order on ``stream``; a plan that needs memory takes it from ``lane``, whose lock is held.
+    def launch(self, stream: int, operands: Mapping[str, int], expert: int, lane: Lane | None) -> None:
+        """All stages in order on ``stream``. ``operands`` are values for names in OPERANDS, 0 where there is none; a
+        plan that needs memory takes it from ``lane``, whose lock is held. With ``quantized`` among them the stage that
+        would make it is left out.
 
         Raises RuntimeError naming stage, CUDA error, kernel, m, n, k.
         """
         from cuda.bindings import driver
 
-        plan, memory = self.plan, (0, 0, 0)
+        first = int(self.plan.quantizes is not None and "quantized" in operands)
         if lane is not None:
-            buffer = lane.buffer
-            memory = (
-                buffer("scratch", plan.scratch),
-                buffer("counters", 4 * plan.counters),
-                buffer("gathered x", plan.gathered),
-            )
-        ldx, ldy = x.row_stride, y.row_stride
-        assert ldx is not None
-        assert ldy is not None
-        operands = (x.pointer, y.pointer, ldx, ldy, *memory)
+            operands = {**self._memory(lane, first == 0), **operands}
         with self._lock:
-            for i, p in enumerate(self._stages):
+            for i, p in enumerate(self._stages[first:], first):
                 for word, operand in p.patched:
-                    p.words[word] = operands[operand]
+                    p.words[word] = operands.get(operand, 0)
                 for word, base, step in p.stacked:
                     p.words[word] = base + expert * step
                 stage = p.stage
                 if p.map is not None:
                     gathered = p.map.source == "gathered_map"
-                    stride = self._scalars["ld_gathered"] if gathered else ldx
+                    stride = self._scalars["ld_gathered"] if gathered else operands["ldx"]
                     try:
-                        p.map.point(memory[2] if gathered else x.pointer, stride)
+                        p.map.point(operands["gathered" if gathered else "x"], stride)
                     except CudaError as error:
                         raise self._blame(i, error) from None
                 (status,) = driver.cuLaunchKernel(
@@ -209,6 +202,19 @@ class Bound:
                 )
                 if status:
                     raise self._blame(i, CudaError("launch", status))
+
+    def _memory(self, lane: Lane, quantizes: bool) -> dict[str, int]:
+        """Pointers into ``lane`` of what the plan needs there."""
+        plan, buffer = self.plan, lane.buffer
+        memory = {
+            "scratch": buffer("scratch", plan.scratch),
+            "counters": buffer("counters", 4 * plan.counters),
+            "gathered": buffer("gathered x", plan.gathered),
+        }
+        if quantizes:
+            memory["quantized"] = buffer("x in 8 bits", plan.quantized)
+            memory["factors"] = buffer("factors of x", plan.factors)
+        return memory
 
     def _blame(self, i: int, error: CudaError) -> RuntimeError:
         m, n, k = (self._scalars[extent] for extent in "mnk")
@@ -231,8 +237,8 @@ def _prepare(stage: Stage, scalars: Mapping[str, int], weights: Weights, functio
             assert stage.box is not None
             map_ = _Map(arg, scalars["m"], scalars[MAPS[arg]], stage.box)
             addresses[i] = map_.address
-        elif arg in OPERANDS:
-            patched.append((i, OPERANDS.index(arg)))
+        elif isinstance(arg, str) and arg in OPERANDS:
+            patched.append((i, arg))
         elif isinstance(arg, int) or arg in scalars:
             words[i] = (arg if isinstance(arg, int) else scalars[arg]) & 0xFFFFFFFF
         else:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import ACTIVATIONS, Kind, Operand, host_view
+from ..kernels.quantize import KINDS, dequantize, quantize
+from .arrays import ACTIVATIONS, Kind, Operand, borrowed, host_view
 from .catalog import Catalog, Module
+from .product import Product, Quantized
 
 Array = NDArray[Any]
 
@@ -33,24 +35,34 @@ class Reference:
         self.catalog = catalog
         announce(why)
 
-    def linear(self, module: Module, kind: Kind, x: Operand, out: Operand | None, expert: int | None) -> Any:
-        for what, operand in (("x", x), ("out", out)):
-            if operand is not None and operand.device is not None:
-                raise ValueError(f"{module.name}: {what} is on cuda:{operand.device}, this session on the cpu; move it")
-        weight, bias = self.catalog.decoded(module)
-        if expert is not None:
-            weight, bias = weight[expert], None if bias is None else bias[expert]
-        y = host_view(x).astype(np.float64) @ weight.T
+    def linear(self, p: Product) -> Any:
+        _on_host(p.module.name, p.x, p.out)
+        weight, bias = self.catalog.decoded(p.module)
+        if p.expert is not None:
+            weight, bias = weight[p.expert], None if bias is None else bias[p.expert]
+        y = self._values(p) @ weight.T
         if bias is not None:
             y += bias.astype(np.float64)
         with np.errstate(over="ignore"):
-            rounded = y.astype(ACTIVATIONS[x.dtype])
-        if out is not None:
-            host_view(out)[...] = rounded
-            return out.owner
-        result = kind.empty(y.shape, x.dtype, x.owner)
-        host_view(kind.target(result))[...] = rounded
-        return kind.deliver(result, x.owner)
+            rounded = y.astype(ACTIVATIONS[p.x.dtype])
+        if p.out is not None:
+            host_view(p.out)[...] = rounded
+            return p.out.owner
+        result = p.kind.empty(y.shape, p.x.dtype, p.x.owner)
+        host_view(p.kind.target(result))[...] = rounded
+        return p.kind.deliver(result, p.x.owner)
+
+    def _values(self, p: Product) -> Array:
+        """x as the product sees it, float64 [.., k]."""
+        handle = p.quantized or (self.quantize(p.kind, p.x, p.numerics) if p.numerics in KINDS else None)
+        return host_view(p.x).astype(np.float64) if handle is None else handle.memory
+
+    def quantize(self, kind: Kind, x: Operand, numerics: str) -> Quantized:
+        """The handle holds d * q in float64."""
+        _on_host("quantize", x, None)
+        rows = host_view(x).reshape(x.rows, x.shape[-1])
+        values = dequantize(*quantize(rows, numerics), numerics, x.shape[-1]).reshape(x.shape)
+        return Quantized(self, kind, borrowed(x), numerics, None, values, lambda: None)
 
     def dequantize(self, module: Module) -> Array:
         return self.catalog.decoded(module, np.float32)[0]
@@ -58,13 +70,16 @@ class Reference:
     def tensor(self, name: str) -> Array:
         return self.catalog.tensor(name)
 
-    def explain(self, module: Module, m: int, dtype: str) -> tuple[str, ...]:
-        return ("reference backend: float64 product of the decoded weights on the host, rounded once",)
+    def explain(self, module: Module, m: int, dtype: str, numerics: str | None) -> tuple[str, ...]:
+        x = f" and of x in 8 bits ({numerics})" if numerics in KINDS else ""
+        return (f"reference backend: float64 product of the decoded weights{x} on the host, rounded once",)
 
     def load(self, modules: Sequence[Module]) -> None:
         """Nothing to upload."""
 
-    def prepare(self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str]) -> None:
+    def prepare(
+        self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str], numerics: str | None
+    ) -> None:
         """Nothing to compile or allocate."""
 
     def release(self) -> None:
@@ -72,3 +87,9 @@ class Reference:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _on_host(name: str, x: Operand, out: Operand | None) -> None:
+    for what, operand in (("x", x), ("out", out)):
+        if operand is not None and operand.device is not None:
+            raise ValueError(f"{name}: {what} is on cuda:{operand.device}, this session on the cpu; move it")

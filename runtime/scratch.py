@@ -56,6 +56,18 @@ def allocating() -> Iterator[None]:
         driver.cuThreadExchangeStreamCaptureMode(before)
 
 
+@dataclass
+class Loan:
+    """Memory of a lane that its holder keeps over several calls, and gives back by setting ``free``.
+
+    The next holder works on the same stream, or in the same capture, and so after the last one.
+    """
+
+    memory: Any
+    nbytes: int
+    free: bool = False
+
+
 class Lane:
     """Buffers by purpose, each as large as the largest request. Hold ``lock`` from the first buffer to the launch."""
 
@@ -66,10 +78,28 @@ class Lane:
         self._uploader = uploader
         self._buffers: dict[str, tuple[Any, int]] = {}
         self._retired: list[tuple[Any, int]] = []
+        self._loans: list[Loan] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(size for _, size in [*self._buffers.values(), *self._retired])
+        return sum(size for _, size in [*self._buffers.values(), *self._retired]) + sum(x.nbytes for x in self._loans)
+
+    @property
+    def lent(self) -> bool:
+        return not all(loan.free for loan in self._loans)
+
+    def lend(self, nbytes: int, what: str) -> Loan:
+        """At least ``nbytes`` of undefined contents: the smallest free loan that holds them, else a new one."""
+        fitting = [loan for loan in self._loans if loan.free and nbytes <= loan.nbytes]
+        if fitting:
+            loan = min(fitting, key=lambda loan: loan.nbytes)
+            loan.free = False
+            return loan
+        with allocating():
+            loan = Loan(allocate(nbytes, what), nbytes)
+        self._loans.append(loan)
+        self.grown = True
+        return loan
 
     def buffer(self, purpose: str, nbytes: int) -> int:
         """A pointer to at least ``nbytes``, 0 for none. ``counters`` are zero, the rest is undefined."""
@@ -88,6 +118,11 @@ class Lane:
             self._buffers[purpose] = held
             self.grown = True
         return int(held[0].ptr)
+
+    def recall(self) -> None:
+        """Free what is lent, whoever still holds it."""
+        for loan in self._loans:
+            loan.memory = None
 
     def reset(self) -> None:
         """Forget the counters: after a failed launch they may not be zero."""
@@ -137,12 +172,15 @@ class Lanes:
             for key in list(self._lanes):
                 lane = self._lanes[key]
                 if total > limit and not lane.captured and lane.lock.acquire(blocking=False):
-                    total -= lane.nbytes
+                    if not lane.lent:
+                        total -= lane.nbytes
+                        del self._lanes[key]
                     lane.lock.release()
-                    del self._lanes[key]
                 del lane  # the last reference: freed inside the guard
 
     def clear(self) -> None:
-        """Free every lane, captured ones too."""
+        """Free every lane, captured ones too, and what they have lent."""
         with self._lock, allocating():
+            for lane in self._lanes.values():
+                lane.recall()
             self._lanes.clear()

@@ -11,9 +11,11 @@ from typing import Any, Protocol, Self
 
 from ..formats.artifact import Artifact, open_artifact
 from ..kernels import layouts
+from ..kernels.quantize import KINDS
 from . import arrays
 from .arrays import Kind, Operand
 from .catalog import Catalog, Module
+from .product import Product, Quantized, check_numerics
 from .reference import Reference
 
 SCRATCH_LIMIT = 1 << 30
@@ -28,12 +30,15 @@ class Backend(Protocol):
     def scratch_bytes(self) -> int: ...
     @property
     def weight_bytes(self) -> int: ...
-    def linear(self, module: Module, kind: Kind, x: Operand, out: Operand | None, expert: int | None) -> Any: ...
+    def linear(self, product: Product) -> Any: ...
+    def quantize(self, kind: Kind, x: Operand, numerics: str) -> Quantized: ...
     def dequantize(self, module: Module) -> Any: ...
     def tensor(self, name: str) -> Any: ...
-    def explain(self, module: Module, m: int, dtype: str) -> tuple[str, ...]: ...
+    def explain(self, module: Module, m: int, dtype: str, numerics: str | None) -> tuple[str, ...]: ...
     def load(self, modules: Sequence[Module]) -> None: ...
-    def prepare(self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str]) -> None: ...
+    def prepare(
+        self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str], numerics: str | None
+    ) -> None: ...
     def release(self) -> None: ...
     def close(self) -> None: ...
 
@@ -136,21 +141,32 @@ class Session:
         """The decoded weights, float32 [n, k] or [E, n, k] in logical order, without bias; numpy or cupy."""
         return self._backend.dequantize(self._catalog.module(name))
 
-    def linear(self, name: str, x: Any, out: Any = None, expert: int | None = None) -> Any:
+    def linear(self, name: str, x: Any, out: Any = None, expert: int | None = None, numerics: str | None = None) -> Any:
         """y = x @ W.T (+ bias), accumulated in fp32, rounded once to x's type.
 
         ``x`` is [.., k] float16 or bfloat16, any strides; the result [.., n] is of x's kind, type and place. ``out``
         takes the result instead: x's kind and type, rows contiguous, not overlapping x. ``expert`` picks one of a
         stacked module. Work goes on the caller's current stream.
 
-        Raises KeyError (name), TypeError (kind or type), ValueError (shape, device, overlap), RuntimeError (a launch
-        failed, or a graph is being captured and ``prepare`` has not been called; the session stays usable).
+        ``numerics`` is "exact" (x as it is), "int8" (x rounded to 8 bits in blocks of 32), "e4m3" (in blocks of 128),
+        or None for what suits the module's layout. What ``quantize`` gave may stand for x.
+
+        Raises KeyError (name), TypeError (kind or type), ValueError (shape, device, overlap, a handle used where it
+        does not belong), UnsupportedError (numerics that the layout does not do), RuntimeError (a launch failed, or a
+        graph is being captured and ``prepare`` has not been called; the session stays usable).
         """
         backend = self._backend
         module = self._catalog.module(name)
         _check_expert(module, expert)
-        kind = arrays.kind_of(x)
-        source, target = kind.operand(x), None
+        handle = x if isinstance(x, Quantized) else None
+        if handle is not None:
+            handle.check(backend, module.name, module.k, numerics)
+            kind, source, numerics = handle.kind, handle.x, handle.numerics
+        else:
+            kind = arrays.kind_of(x)
+            source = kind.operand(x)
+        check_numerics(module, numerics)
+        target = None
         if out is not None:
             if type(arrays.kind_of(out)) is not type(kind):
                 raise TypeError(
@@ -158,12 +174,28 @@ class Session:
                 )
             target = kind.operand(out)
         arrays.check(module.name, module.n, module.k, source, target)
-        return backend.linear(module, kind, source, target, expert)
+        return backend.linear(Product(module, kind, source, target, expert, numerics, handle))
 
-    def explain(self, name: str, m: int, dtype: str = "float16") -> Explanation:
+    def quantize(self, x: Any, numerics: str = "int8") -> Quantized:
+        """x [.., k] rounded to 8 bits once, on the caller's current stream, for every ``linear`` that reads it.
+
+        The handle belongs to this session, this k and this stream, or to the graph being captured. Use it in a ``with``
+        statement, or ``close()`` it, or let it go: its memory then serves the next one on the stream.
+        Raises TypeError, ValueError (numerics, device), RuntimeError (a launch, or a capture before ``prepare``).
+        """
+        backend = self._backend
+        if numerics not in KINDS:
+            raise ValueError(f"numerics is {numerics!r}; need {' or '.join(KINDS)}")
+        kind = arrays.kind_of(x)
+        source = kind.operand(x)
+        arrays.check("quantize", 0, source.shape[-1] if source.shape else 1, source, None)
+        return backend.quantize(kind, source, numerics)
+
+    def explain(self, name: str, m: int, dtype: str = "float16", numerics: str | None = None) -> Explanation:
         """Which kernels would multiply an x of m rows, how and why, and what was rejected."""
         backend, module = self._backend, self._catalog.module(name)
-        lines = backend.explain(module, _extent(m), _activation(dtype))
+        check_numerics(module, numerics)
+        lines = backend.explain(module, _extent(m), _activation(dtype), numerics)
         return Explanation(module.name, m, module.n, module.k, backend.device, lines)
 
     def load(self, names: Iterable[str] | None = None) -> None:
@@ -175,11 +207,15 @@ class Session:
         m: int | Iterable[int],
         dtype: str | Iterable[str] = ("float16", "bfloat16"),
         names: Iterable[str] | None = None,
+        numerics: str | None = None,
     ) -> None:
         """Upload, compile and allocate for products of m rows, so that a graph capture finds everything in place."""
         ms = [_extent(value) for value in (m if isinstance(m, Iterable) else [m])]
         dtypes = [_activation(value) for value in ([dtype] if isinstance(dtype, str) else dtype)]
-        self._backend.prepare([self._catalog.module(name) for name in self._names(names)], ms, dtypes)
+        modules = [self._catalog.module(name) for name in self._names(names)]
+        for module in modules:
+            check_numerics(module, numerics)
+        self._backend.prepare(modules, ms, dtypes, numerics)
 
     def _names(self, names: Iterable[str] | None) -> Iterable[str]:
         return self._catalog.modules if names is None else names

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -34,8 +35,11 @@ class Plain:
 class InMemory:
     """What ``open_artifact`` would give for these modules and pass-through tensors."""
 
-    def __init__(self, quants: Mapping[str, QuantTensor], plain: Mapping[str, np.ndarray]) -> None:
-        packed = {name: marlin.pack(q) for name, q in quants.items()}
+    def __init__(
+        self, quants: Mapping[str, QuantTensor], plain: Mapping[str, np.ndarray], layout: ModuleType = marlin
+    ) -> None:
+        self.layout = layout
+        packed = {name: layout.pack(q) for name, q in quants.items()}
         self.modules = {name: spec for name, (_, spec) in packed.items()}
         self._tensors = {name: tensors for name, (tensors, _) in packed.items()}
         names = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "int32": "I32", "float8_e4m3fn": "F8_E4M3"}
@@ -47,7 +51,8 @@ class InMemory:
         return self._tensors[name]
 
     def quant(self, name: str) -> QuantTensor:
-        return marlin.unpack(self._tensors[name], self.modules[name])
+        q: QuantTensor = self.layout.unpack(self._tensors[name], self.modules[name])
+        return q
 
 
 @dataclass(frozen=True)

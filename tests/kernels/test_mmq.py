@@ -393,7 +393,7 @@ def test_a_spec_without_a_key_is_refused(tmp_path: Any, key: str) -> None:
 def test_no_kernel_yet() -> None:
     with pytest.raises(UnsupportedError, match="no kernel for strips yet; found q4_k, bf16 activations"):
         mmq.plan(mmq.spec(tensor("q4_k", 16, 256).outline()), 1, H200, "bf16")
-    assert [*mmq.variants(90), *mmq.covering("sm_90")] == []
+    assert {row[0] for row in (*mmq.variants(90), *mmq.covering("sm_90"))} == {"quantize"}
     assert layouts()["mmq"] is mmq
 
 

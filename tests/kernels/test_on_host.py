@@ -5,72 +5,27 @@ What it cannot show is what the hardware does: occupancy, races between warps, s
 
 from __future__ import annotations
 
-import ctypes
-import re
-import shutil
-import subprocess
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
+from host_kernels import COMPILER, aligned, run, sources
 from linears import ACTIVATION, Case, random_quant, random_x
 from warptile.formats.canonical import QuantTensor, dequantize
 from warptile.kernels import marlin
-from warptile.kernels.launch import Device, Stage
+from warptile.kernels.launch import Device
 from warptile.kernels.marlin_plan import Decode, Tiled, plan
-from warptile.runtime.build import elements_header
 
-COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
-HOST = Path(__file__).parent / "host"
 DEVICE = Device(arch=90, sms=6, shared=232448)
 TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels' sources beside the header that takes mma.cuh's place."""
-    here = tmp_path_factory.mktemp("host")
-    (here / "elements.h").write_text(elements_header())
-    (here / "mma.cuh").write_text((HOST / "mma.cuh").read_text())
-    for name in ("decode.cuh", "output.cuh", "gather.cu", "marlin_decode.cu", "marlin_tiled.cu"):
-        text = files("warptile.kernels").joinpath(name).read_text("utf-8")
-        (here / name).write_text(text.replace("extern __shared__", "extern"))
-    return here
-
-
-def library(stage: Stage, folder: Path) -> tuple[ctypes.CDLL, list[str]]:
-    """A stage's kernel, and the types of its parameters."""
-    text = (folder / f"{stage.kernel}.cu").read_text()
-    (found,) = re.findall(rf"__global__[^;]*?\b{stage.kernel}\(([^)]*)\)\s*{{", text)
-    types = [re.sub(r"__restrict__|\w+$", "", p.strip()) for p in found.split(",")]
-    path = folder / f"{stage.kernel}_{'_'.join(map(str, stage.variant))}.so"
-    if path.exists():
-        return ctypes.CDLL(str(path)), types
-    values = ", ".join(f"*static_cast<{t}*>(arguments[{i}])" for i, t in enumerate(types))
-    variant = ", ".join(map(str, stage.variant))
-    path.with_suffix(".cpp").write_text(
-        f'#include "mma.cuh"\n#include "{stage.kernel}.cu"\nstatic void** arguments;\n'
-        f'extern "C" void run(void** given, const u8** tensors, int count, int columns, int rows, int threads) {{\n'
-        "  arguments = given, readable.clear();\n"
-        "  for (int i = 0; i < count; i++) readable.push_back({tensors[2 * i], tensors[2 * i + 1]});\n"
-        f"  launch([] {{ {stage.kernel}<Variant{{{variant}}}>({values}); }}, columns, rows, threads);\n}}\n"
-    )
-    options = ("-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC")
-    assert COMPILER
-    subprocess.run([COMPILER, *options, "-o", path, path.with_suffix(".cpp")], check=True)
-    return ctypes.CDLL(str(path)), types
-
-
-def aligned(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array, from a multiple of 256 on."""
-    room = np.zeros(array.nbytes + 256, np.uint8)
-    start = -room.ctypes.data % 256
-    room[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return room[start : start + array.nbytes]
+    return sources(tmp_path_factory.mktemp("host"))
 
 
 def product(q: QuantTensor, x: np.ndarray, variant: Decode | Tiled | None, folder: Path, expert: int) -> np.ndarray:
@@ -83,19 +38,10 @@ def product(q: QuantTensor, x: np.ndarray, variant: Decode | Tiled | None, folde
     memory |= {"gathered": aligned(np.full(made.gathered, 0xFF, np.uint8))}
     memory |= {"counters": aligned(np.zeros(made.counters, np.uint32))}
     scalars = {**spec, "m": m, "ldx": k, "ldy": spec["n"], "ld_gathered": spec["k_padded"]}
+    stacked = {s: wanted[s][1] != flat[s][1] for s in tensors}
+    at = {suffix: expert * (memory[suffix].nbytes // 3) for suffix in tensors if stacked[suffix]}
     for stage in made.stages:
-        kernel, types = library(stage, folder)
-        words = np.zeros(len(stage.args), np.int64)
-        for i, (arg, kind) in enumerate(zip(stage.args, types, strict=True)):
-            if "*" not in kind:
-                words[i] = arg if isinstance(arg, int) else scalars[arg]
-            elif arg in memory:
-                stacked = arg in wanted and wanted[arg][1] != flat[arg][1]
-                words[i] = memory[arg].ctypes.data + (expert * (memory[arg].nbytes // 3) if stacked else 0)
-        ends = np.array([[t.ctypes.data, t.ctypes.data + t.nbytes] for t in memory.values()], np.int64)
-        addresses = words.ctypes.data + 8 * np.arange(len(words))
-        given, within = (ctypes.c_void_p(a.ctypes.data) for a in (addresses, ends))
-        kernel.run(given, within, len(ends), *stage.grid[:2], stage.block)
+        run(stage, memory, scalars, folder, **at)
     assert not memory["counters"].any()
     return memory["y"].view(x.dtype).reshape(m, spec["n"])
 

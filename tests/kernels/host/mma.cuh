@@ -28,6 +28,12 @@ using std::max, std::min;
 struct Extent {
   u32 x, y, z;
 };
+struct uint2 {
+  u32 x, y;
+};
+struct float2 {
+  float x, y;
+};
 struct uint4 {
   u32 x, y, z, w;
 };
@@ -77,6 +83,18 @@ T __ldcg(const T* from) { return __ldg(from); }
 
 inline u32 __umulhi(u32 a, u32 b) { return u64(a) * b >> 32; }
 inline float __uint_as_float(u32 bits) { return __builtin_bit_cast(float, bits); }
+inline u32 __float_as_uint(float f) { return __builtin_bit_cast(u32, f); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+
+template <class T>
+T __shfl_xor_sync(u32, T v, int other) {
+  Warp& w = warp_here();
+  w.address[threadIdx.x % 32] = __builtin_bit_cast(u32, v);
+  warp_wait();
+  const T got = __builtin_bit_cast(T, w.address[threadIdx.x % 32 ^ other]);
+  warp_wait();
+  return got;
+}
 
 template <int LUT>
 u32 lop3(u32 a, u32 b, u32 c) {

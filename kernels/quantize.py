@@ -1,0 +1,129 @@
+"""Activations in 8 bits: what ``quantize.cu`` makes of x before kernels that multiply integers or fp8.
+
+| kind | ``quantized`` | ``factors`` |
+| --- | --- | --- |
+| int8 | int8 [m, kp] | float32 [m, kp/32, 2]: d = amax / 127, and s, the sum of x |
+| e4m3 | float8_e4m3fn [m, kp] | float32 [m, kp/128]: d = amax / 448 |
+
+kp = k rounded up to 256; x counts as 0 for k >= K. amax is the largest absolute value of a block along k. All is
+float32 arithmetic, each step rounded to nearest even:
+
+    int8   q = x / d, rounded half away from zero, at most 127 in size
+    e4m3   q = x / d, at most 448 in size, rounded half to even; it keeps the sign of a zero
+    s      e_i = ((x_8i + x_8i+1) + x_8i+2) + .. + x_8i+7; s = (e_0 + e_1) + (e_2 + e_3)
+
+A block whose d is 0 (amax = 0, or so small that the quotient vanishes) has codes 0. A block that holds a NaN or an
+infinity has codes 0 and d = s = NaN (0x7FC00000): all of its own row, and no other, becomes NaN. s is infinite where
+finite numbers add up to more than float32 holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..formats.canonical import ELEMENTS, SCALE_DTYPES
+from .launch import Device, Stage
+
+Array = NDArray[Any]
+
+STEP = 256
+"""Rows of codes are this many long, or a multiple."""
+
+X_DTYPES = ("f16", "bf16", "f32")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to quantise: ``block`` numbers along k share ``factors`` float32 numbers."""
+
+    element: str
+    dtype: np.dtype[Any]
+    block: int
+    factors: int
+    largest: float
+
+
+KINDS = {
+    "int8": Kind("s8", np.dtype(np.int8), 32, 2, 127.0),
+    "e4m3": Kind("e4m3", np.dtype(ml_dtypes.float8_e4m3fn), 128, 1, 448.0),
+}
+
+
+def padded(k: int) -> int:
+    return -(-k // STEP) * STEP
+
+
+def nbytes(kind: str, m: int, k: int) -> tuple[int, int]:
+    """Bytes of ``quantized`` and of ``factors`` for m rows of k numbers."""
+    kp, of = padded(k), KINDS[kind]
+    return m * kp, m * (kp // of.block) * of.factors * 4
+
+
+def stage(kind: str, m: int, k: int, device: Device, x_dtype: str) -> Stage:
+    """The launch that fills ``quantized`` and ``factors`` from x [m, k]: rows of any stride, from any element on."""
+    return Stage(
+        kernel="quantize",
+        variant=_variant(kind, x_dtype),
+        target=f"sm_{device.arch}",
+        grid=(-(-padded(k) // 2048), min(m, 8 * device.sms), 1),
+        block=256,
+        shared=0,
+        args=("x", "quantized", "factors", "m", "k", "k_padded", "ldx"),
+    )
+
+
+def variants(arch: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(kernel, variant, target) of every ``stage``."""
+    for kind in KINDS:
+        for x_dtype in X_DTYPES:
+            yield "quantize", _variant(kind, x_dtype), f"sm_{arch}"
+
+
+def _variant(kind: str, x_dtype: str) -> tuple[int, ...]:
+    of = KINDS[kind]
+    return list(SCALE_DTYPES).index(x_dtype), list(ELEMENTS).index(of.element), of.block
+
+
+def quantize(x: Array, kind: str) -> tuple[Array, Array]:
+    """``quantized`` [m, kp] and ``factors`` of x [m, k] float16, bfloat16 or float32: every bit as the kernel's."""
+    of, (m, k) = KINDS[kind], x.shape
+    wide = np.zeros((m, padded(k)), np.float32)
+    wide[:, :k] = x
+    blocks = wide.reshape(m, -1, of.block)
+    with np.errstate(all="ignore"):
+        amax = np.abs(blocks).max(axis=2)
+        finite = np.isfinite(amax)
+        d = np.where(finite, amax / np.float32(of.largest), np.float32(np.nan))
+        v = np.where((d > 0)[..., None], blocks / d[..., None], np.float32(0))
+        v = np.clip(v, np.float32(-of.largest), np.float32(of.largest))
+        if of.element == "s8":
+            codes = np.trunc(np.float64(v) + np.copysign(0.5, v)).astype(of.dtype)
+            factors = np.stack([d, np.where(finite, _sums(blocks), d)], axis=2)
+        else:
+            codes, factors = v.astype(of.dtype), d
+    return codes.reshape(m, -1), factors
+
+
+def dequantize(quantized: Array, factors: Array, kind: str, k: int) -> Array:
+    """float64 [m, k]: d * q."""
+    of, m = KINDS[kind], len(quantized)
+    d = factors[..., 0] if of.factors == 2 else factors
+    blocks = quantized.reshape(m, -1, of.block).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return (blocks * d[..., None]).reshape(m, -1)[:, :k]
+
+
+def _sums(blocks: Array) -> Array:
+    """float32 [m, blocks] of [m, blocks, 32], in the kernel's order."""
+    eights = blocks.reshape(*blocks.shape[:2], 4, 8)
+    e = eights[..., 0]
+    for i in range(1, 8):
+        e = e + eights[..., i]
+    whole: Array = (e[..., 0] + e[..., 1]) + (e[..., 2] + e[..., 3])
+    return whole
