@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import singledispatch
 from typing import Any
 
-from ..formats.errors import printable
+from ..formats.errors import WarptileError, printable
 from .inspect import Contents, Support
 from .pipeline import Result
 from .plan import Module
@@ -124,9 +124,13 @@ def _(result: Result) -> str:
             )
         )
     else:
+        if result.side_files:
+            lines.append(f"{_count(len(result.side_files), 'side file')} would be copied as they are")
+        if result.replaces:
+            lines.append(printable(f"{result.dst} exists: --overwrite would replace it, and without it is an error"))
         lines.append(
             printable(
-                f"{result.dst} would take {size(plan.nbytes)} of disk{shards};"
+                f"{result.dst} would take {size(plan.nbytes + result.beside)} of disk{shards};"
                 f" packing, about {size(plan.peak)} of memory"
             )
         )
@@ -140,10 +144,13 @@ def _(result: Result) -> dict[str, Any]:
         "source": str(plan.checkpoint.path),
         "destination": str(result.dst),
         "written": result.written,
+        "replaces": result.replaces,
         "files": list(result.files),
+        "side_files": list(result.side_files),
         "layout": plan.layout,
         "tensors": plan.counts,
         "nbytes": plan.nbytes,
+        "nbytes_beside": result.beside,
         "peak_memory": plan.peak,
         "modules": {m.name: _planned(plan.checkpoint.tensors, m) for m in plan.modules},
         "passed_through": list(plan.passed),
@@ -165,6 +172,12 @@ def _planned(tensors: Mapping[str, Any], m: Module) -> dict[str, Any]:
         "nbytes_in": sum(tensors[t].nbytes for t in m.members),
         "nbytes_out": m.nbytes,
     }
+
+
+@data.register
+def _(error: WarptileError) -> dict[str, Any]:
+    said = {key: getattr(error, key) for key in ("file", "tensor", "what", "found", "need", "do")}
+    return {"line": str(error), **{key: None if value is None else str(value) for key, value in said.items()}}
 
 
 @text.register

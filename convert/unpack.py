@@ -45,14 +45,15 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
         WarptileError: as ``convert``; nothing is left at ``dst`` then.
     """
     path, dst = Path(path), Path(dst)
-    check_paths(path, dst, overwrite=overwrite)
+    check_paths(path, dst, overwrite=overwrite, artifact=False)
     artifact = open_artifact(path, layouts())
     files = origin.files(artifact)
     if is_file(dst):
         whole = tuple(t for file in files.values() for t in file.tensors)
         files = {dst.name: origin.File(artifact.source_metadata, whole)}
     total = sum(_stored(artifact, t).nbytes for file in files.values() for t in file.tensors)
-    check_space(dst, total)
+    side_files = () if is_file(dst) else artifact.checkpoint.side_files
+    check_space(dst, total + sum(file.stat().st_size for file in side_files))
     promised: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in artifact.modules}
     for tensor in (t for file in files.values() for t in file.tensors):
         if tensor.module is not None:
@@ -73,7 +74,7 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
             config = origin.restored_config(artifact.checkpoint)
             if config is not None:
                 out.write_bytes(product / CONFIG, config)
-            out.copy_side_files(artifact.checkpoint.side_files, product)
+            out.copy_side_files(side_files, product)
     return Unpacked(dst, tuple(files), len(artifact.modules), len(artifact.passthrough), total)
 
 
