@@ -35,6 +35,8 @@ HELP = {
     "strict": "Fail (3) unless every quantised module converts.",
     "dry_run": "Print the plan; read no codes and write nothing.",
     "widen": "Store 2- and 3-bit codes losslessly in 4-bit fields.",
+    "fuse": "Store q, k, v and gate, up of a block as one module each.",
+    "stack_experts": "Store the experts of a block as one module.",
     "max_shard_size": "Largest shard of a directory: 5GB, 500MiB, or bytes.",
     "workers": "Threads that pack; 0 is one a core.",
     "scheduler": "Write shards on a dask.distributed cluster: tcp://host:8786.",
@@ -46,7 +48,6 @@ HELP = {
     "scale_convention": "multiply or divide: what an inverse or global scale does.",
     "nan": "zero: read NaN codes as 0.",
     "undo_rope_order": "Undo the row order that llama.cpp gives to q and k.",
-    "stack_experts": "Store the experts of a layer as one module.",
 }
 
 EVERYTHING = [field.name for field in fields(Options)]

@@ -58,6 +58,8 @@ def convert(
     strict: bool = False,
     dry_run: bool = False,
     widen: bool = False,
+    fuse: bool = False,
+    stack_experts: bool = False,
     max_shard_size: str | int = "5GB",
     workers: int = 0,
     scheduler: str | None = None,
@@ -73,6 +75,8 @@ def convert(
         strict: an error unless every quantised module converts.
         dry_run: plan only; write nothing and read no codes.
         widen: store 2- and 3-bit codes in 4-bit fields, losslessly.
+        fuse: store q, k, v and gate, up of one block as one module each, where all that they share is alike.
+        stack_experts: store the same linear of all experts of a block as one module.
         max_shard_size: bytes, or a text such as "5GB"; a directory only.
         workers: threads that pack; 0 is one for every core.
         scheduler: the address of a dask.distributed scheduler whose workers write the shards, such as
@@ -98,7 +102,7 @@ def convert(
     replaces = os.path.lexists(dst)
     check_paths(src, dst, overwrite=overwrite or dry_run, artifact=True)
     checkpoint = open_checkpoint(src, Options(**options))
-    plan = planning.make(checkpoint, source, to, widen=widen)
+    plan = planning.make(checkpoint, source, to, widen=widen, fuse=fuse, stack_experts=stack_experts)
     _check_converted(plan, strict)
     if find_spec("numba") is None:
         checkpoint.note("", "numba cannot be imported: codes are moved by NumPy, ten times slower")

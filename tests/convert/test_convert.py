@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from warptile.convert import convert, plan, unpack, verify
+from warptile.convert import convert, modules, unpack, verify
 from warptile.formats import sources, stream
 from warptile.formats.artifact import open_artifact
 from warptile.formats.canonical import dequantize
@@ -221,7 +221,7 @@ def header_bytes(directory: Path) -> int:
 
 
 def test_memory_is_that_of_a_few_slabs_and_foretold(make_directory, module_tensors, monkeypatch):
-    for module in (stream, plan):
+    for module in (stream, modules):
         monkeypatch.setattr(module, "STEP", 1 << 17)
 
     def peak(count: int, k: int) -> tuple[int, int]:
