@@ -124,9 +124,8 @@ def test_strided_x(session):
 
 def within(name: str, whole: str) -> bool:
     """Whether a linear of the fixture is stored in a module."""
-    return name.rpartition(".")[2] in {
-        "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
-    }[whole.rpartition(".")[2]]  # fmt: skip
+    parts = {"qkv_proj": tuple(ROWS), "gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    return name.rpartition(".")[2] in parts[whole.rpartition(".")[2]]
 
 
 def test_names_and_modules_tell_what_is_stored_where(session, linears):
