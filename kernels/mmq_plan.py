@@ -1,34 +1,251 @@
-"""Which kernels multiply with MMQ strips: none yet, so that a session decodes them."""
+"""Which kernels multiply with MMQ strips: a function of (module, m, device) and nothing else.
+
+| m | kernel | work of a block |
+| --- | --- | --- |
+| 1 to 8 | mmq_decode | rows of strips, k split over its warps: time is reading W once |
+
+They multiply x in 8 bits (``quantize``), which is the first stage: int8 with the integers of a strip, e4m3 with fp8.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
 from typing import Any
 
+from ..formats.canonical import SCALE_DTYPES
 from ..formats.errors import UnsupportedError
 from . import quantize
-from .launch import Device, Plan
+from .launch import Device, Plan, Stage
+from .mmq_strips import DEPTH, KINDS, ROWS
 
 Spec = Mapping[str, Any]
 
+DECODE_TOKENS = 8
+X_DTYPES = ("f16", "bf16")
+GRIDS = ("f16", "bf16", "f32", "e8m0")
+"""Types of scales beside strips that kernels read."""
+
+CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+WARPS = 16
+"""Warps of 128 registers that an SM holds."""
+STATIC = 128
+"""Bytes of shared memory the kernels take besides what a stage asks for."""
+RESERVED = 1024
+"""Bytes of shared memory the system takes for each block."""
+PARTS = 4
+"""Parts of a fused weight that may have a factor each."""
+NEVER = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How mmq_decode divides the work: ``columns`` x ``splits`` blocks of ``warps`` warps, which also split k; a block
+    adds the sums of its warps every ``chunk`` rows of strips."""
+
+    warps: int
+    splits: int
+    columns: int
+    chunk: int
+
+    @property
+    def shared(self) -> int:
+        return self.warps * (512 * self.chunk + 4096)
+
+    def __str__(self) -> str:
+        return f"decode, {self.columns} x {self.splits} blocks of {self.warps} warps"
+
 
 def numerics(spec: Spec) -> tuple[str, ...]:
-    """What a product may be asked for: x as it is, or in the 8 bits that the kind's codes multiply with."""
-    return ("exact", "e4m3") if spec["kind"] == "fp8" else ("exact", "int8")
+    """What a product may be asked for: x in the 8 bits that a kind's codes multiply with, or as it is."""
+    return ("e4m3" if spec["kind"] == "fp8" else "int8", "exact")
 
 
-def plan(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool = True, numerics: str | None = None) -> Plan:
-    """Raises UnsupportedError: no kernel multiplies with strips yet."""
-    found = f"{spec['kind']}, {x_dtype} activations"
-    raise UnsupportedError("no kernel for strips yet", found=found, do="dequantize instead")
+def _beside(spec: Spec) -> bool:
+    """Scales for blocks along k that lie beside the strips."""
+    return not KINDS[spec["kind"]].scales and spec["group"] != -1
+
+
+def _variant(spec: Spec, x_dtype: str, *shape: int) -> tuple[int, ...]:
+    """The fields every ``Variant`` begins with, then the kernel's own."""
+    dtypes = list(SCALE_DTYPES)
+    grid = "f32" if KINDS[spec["kind"]].scales else spec["scale"]
+    types = list(KINDS).index(spec["kind"]), dtypes.index(x_dtype), dtypes.index(grid)
+    return *types, int(_beside(spec)), *shape
+
+
+def _args(spec: Spec) -> tuple[str | int, ...]:
+    """What both kernels begin with."""
+    own, (block_n, block_k) = KINDS[spec["kind"]].scales, spec["scale_block"]
+    whole = not own and spec["group"] == -1
+    factors = "scales" if whole else "global_scale"
+    starts = (*accumulate(spec["shards"][:-1]),) if "shards" in spec else ()
+    columns = block_n if whole and not starts else NEVER
+    bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
+    operands = ("strips", "scales", factors, "bias", "quantized", "factors", "y", "scratch", "counters")
+    parts = (*starts, *(NEVER,) * (PARTS - 1))[: PARTS - 1]
+    grid = (block_n, block_k, -(-spec["n"] // block_n), -(-spec["k"] // block_k)) if _beside(spec) else (1, 128, 1, 1)
+    return (*operands, "m", "n", "k_padded", "ldy", bias_type, columns, *parts, *grid)
+
+
+def _extent(spec: Spec) -> tuple[int, int]:
+    """(rows of strips that hold real rows, steps of 256 k)."""
+    return -(-spec["n"] // ROWS), spec["k_padded"] // DEPTH
+
+
+def choose_decode(spec: Spec, device: Device) -> Decode:
+    """The division in which the busiest SM has the fewest strips; adding splits costs as long as 30 of them."""
+    rows, steps = _extent(spec)
+    best: tuple[float, Decode] | None = None
+    for splits in range(1, min(steps, 8) + 1):
+        per = -(-steps // splits)
+        warps = min(-(-per // -(-per // WARPS)), steps // splits)
+        resident = WARPS // warps
+        columns = min(rows, max(1, device.sms * resident // splits))
+        room = (device.shared + RESERVED) // resident - RESERVED - STATIC
+        most = -(-rows // columns)
+        chunk = min(most, (room // warps - 4096) // 512)
+        if chunk < 1:
+            continue
+        busiest = -(-columns * splits // device.sms) * most * -(-per // warps) * warps
+        # Fewer warps have fewer strips in flight.
+        time = busiest * max(1.0, 12 / (warps * resident)) + (30 if splits > 1 else 0)
+        if best is None or time < best[0]:
+            best = time, Decode(warps, splits, columns, chunk)
+    assert best is not None
+    return best[1]
+
+
+def _decode(spec: Spec, device: Device, x_dtype: str, d: Decode) -> Plan:
+    rows, _ = _extent(spec)
+    stage = Stage(
+        kernel="mmq_decode",
+        variant=_variant(spec, x_dtype),
+        target=f"sm_{device.arch}",
+        grid=(d.columns, d.splits, 1),
+        block=32 * d.warps,
+        shared=d.shared,
+        args=(*_args(spec), rows, d.chunk),
+    )
+    cut = d.splits > 1
+    return Plan(
+        (stage,),
+        f"{d}: at m <= {DECODE_TOKENS} the time is that of reading the weights once",
+        scratch=512 * d.splits * rows if cut else 0,
+        counters=d.columns if cut else 0,
+    )
+
+
+def _supported(spec: Spec, device: Device, x_dtype: str, kind: str) -> None:
+    need = "sm_89" if kind == "e4m3" else "sm_80"
+    if device.arch < int(need[3:]):
+        found = f"sm_{device.arch}"
+        raise UnsupportedError(
+            f"no kernel for {kind} activations on this GPU",
+            found=found,
+            need=f"{need} or newer",
+            do="dequantize instead",
+        )
+    if x_dtype not in X_DTYPES:
+        raise UnsupportedError(
+            "no kernel for these types", found=f"{x_dtype} activations", need=f"{' or '.join(X_DTYPES)} activations"
+        )
+    if (reason := _refused_scales(spec)) is not None:
+        raise UnsupportedError("no kernel for these scales", need=reason)
+
+
+def _refused_scales(spec: Spec) -> str | None:
+    if "shards" in spec and len(spec["shards"]) > PARTS:
+        return f"at most {PARTS} fused parts, not {len(spec['shards'])}"
+    if KINDS[spec["kind"]].scales:
+        return None
+    if spec["scale"] not in GRIDS:
+        return f"scales of {' or '.join(GRIDS)}, not {spec['scale']}"
+    if spec["group"] != -1 and spec["scale_block"][1] % 128:
+        return f"scales of a multiple of 128 k, not {spec['scale_block'][1]}"
+    if spec["group"] == -1 and "global" in spec:
+        return "one factor for all of k, not two"
+    return None
+
+
+def plan(
+    spec: Spec,
+    m: int,
+    device: Device,
+    x_dtype: str,
+    aligned: bool = True,
+    variant: Decode | None = None,
+    numerics: str | None = None,
+) -> Plan:
+    """The launches of y[m, n] = x[m, k] @ W.T for a module that ``mmq.spec`` describes.
+
+    ``x_dtype``: "f16" or "bf16", also y's. ``variant`` replaces the choice, for measuring. ``numerics`` is one
+    of ``numerics(spec)``, None for the first. Raises ``UnsupportedError`` where no kernel of ours runs.
+    """
+    kind = numerics or _numerics(spec)[0]
+    if kind == "exact":
+        raise UnsupportedError(
+            "no kernel multiplies strips with activations as they are", found=spec["kind"], do="dequantize instead"
+        )
+    assert kind in _numerics(spec), kind
+    _supported(spec, device, x_dtype, kind)
+    if m == 0:
+        return Plan((), "no rows")
+    if variant is None and m <= DECODE_TOKENS:
+        variant = choose_decode(spec, device)
+    if variant is None:
+        raise UnsupportedError("no kernel for so many rows yet", found=m, need=f"at most {DECODE_TOKENS}")
+    made = _decode(spec, device, x_dtype, variant)
+    quantized, factors = quantize.nbytes(kind, m, spec["k"])
+    first = quantize.stage(kind, m, spec["k"], device, x_dtype)
+    return Plan(
+        (first, *made.stages),
+        made.why,
+        made.scratch,
+        counters=made.counters,
+        quantized=quantized,
+        factors=factors,
+        quantizes=kind,
+        rejected=made.rejected,
+    )
+
+
+_numerics = numerics
+
+
+def _kinds(elements: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    """What a spec may say that decides a kernel."""
+    for name, kind in KINDS.items():
+        if elements and not set(elements) & set(kind.elements):
+            continue
+        if kind.scales:
+            yield {"kind": name, "group": kind.scales[0][1]}
+        else:
+            yield from ({"kind": name, "scale": scale, "group": g} for scale, g in product(GRIDS, (128, -1)))
 
 
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
     yield from quantize.variants(arch)
+    for spec, x_dtype in product(_kinds(elements), X_DTYPES):
+        if KINDS[spec["kind"]].scales or arch >= 89:
+            yield "mmq_decode", _variant(spec, x_dtype), f"sm_{arch}"
 
 
 def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What CI compiles for a target."""
-    if target != "sm_90a":
-        yield from ((kernel, variant) for kernel, variant, _ in quantize.variants(80))
+    """What CI compiles for a target: every kind of strip once, each type of y and of scales beside them with some."""
+    if target not in CHECKED:
+        return
+    yield from ((kernel, variant) for kernel, variant, _ in quantize.variants(80))
+    arch = int(target[3:])
+    rows = [row[:2] for row in variants(arch) if row[0] != "quantize"]
+    for kernel in sorted({kernel for kernel, _ in rows}):
+        mine = [variant for of, variant in rows if of == kernel]
+        seen: dict[tuple[int, ...], int] = {}
+        for variant in mine:
+            of = variant[0], *variant[2:]
+            turn = seen[of] = seen.get(of, -1) + 1
+            if turn == (sum(of) + CHECKED.index(target)) % len(X_DTYPES):
+                yield kernel, variant

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 from ..formats.errors import UnsupportedError, UsageError, WarptileError
+from ..kernels.mmq_strips import header as strips_header
 from .cubin import Cubin, disassembler, resources, spills_in_loop
 
 FLAGS = ("-std=c++20", "--ptxas-options=-v", "-default-device")
@@ -65,6 +66,10 @@ def elements_header() -> str:
     )
 
 
+GENERATED = {"elements.h": elements_header, "strips.h": strips_header}
+"""Headers that are tables of Python, printed."""
+
+
 def _headers(source: str) -> dict[str, str]:
     """Our headers that a source includes, however deep: name -> text."""
     found: dict[str, str] = {}
@@ -73,7 +78,7 @@ def _headers(source: str) -> dict[str, str]:
         name = pending.pop()
         if name not in found:
             folder = files(__package__.rpartition(".")[0] + ".kernels")
-            found[name] = elements_header() if name == "elements.h" else folder.joinpath(name).read_text("utf-8")
+            found[name] = GENERATED[name]() if name in GENERATED else folder.joinpath(name).read_text("utf-8")
             pending += INCLUDE.findall(found[name])
     return dict(sorted(found.items()))
 

@@ -1,4 +1,4 @@
-"""Kernels compiled for the host and run thread by thread: host/mma.cuh takes the place of the device's."""
+"""Kernels compiled for the host and run thread by thread: host/ takes the place of the device's."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from pathlib import Path
 
 import numpy as np
 from warptile.kernels.launch import Stage
-from warptile.runtime.build import elements_header
+from warptile.runtime.build import GENERATED
 
 COMPILER = shutil.which("g++")
 HOST = Path(__file__).parent / "kernels" / "host"
-SOURCES = ("decode.cuh", "output.cuh", "gather.cu", "quantize.cu", "marlin_decode.cu", "marlin_tiled.cu")
+SOURCES = ("decode.cuh", "output.cuh", "strips.cuh", "gather.cu", "quantize.cu")
+KERNELS = ("marlin_decode.cu", "marlin_tiled.cu", "mmq_decode.cu")
 
 
 def sources(here: Path) -> Path:
-    """The kernels' sources beside the header that takes mma.cuh's place."""
-    (here / "elements.h").write_text(elements_header())
-    (here / "mma.cuh").write_text((HOST / "mma.cuh").read_text())
-    for name in SOURCES:
+    """The kernels' sources beside the headers that take the place of mma.cuh and imma.cuh."""
+    for name, text in GENERATED.items():
+        (here / name).write_text(text())
+    for name in ("mma.cuh", "imma.cuh"):
+        (here / name).write_text((HOST / name).read_text())
+    for name in SOURCES + KERNELS:
         text = files("warptile.kernels").joinpath(name).read_text("utf-8")
         (here / name).write_text(text.replace("extern __shared__", "extern"))
     return here

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from importlib.resources import files
 from itertools import product
 
 import pytest
+from launches import A100, H200, RTX_3090, fields, parameters, type_of
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.kernels.launch import Device, Stage
 from warptile.kernels.marlin_plan import TILES, Tiled, choose_decode, plan, variants
 
-H200 = Device(arch=90, sms=132, shared=232448)
-RTX_3090 = Device(arch=86, sms=82, shared=101376)
-A100 = Device(arch=80, sms=108, shared=166912)
 LAST = 2**31 - 1
 
 
@@ -45,25 +41,6 @@ SPECS = [
     spec_of(5760, 2880, 32, element="e2m1", scale="e8m0", experts=32, bias="bf16"),
     spec_of(200, 300, 16, element="e2m1", scale="e4m3", shards=[100, 60, 40], **{"global": "f32"}),
 ]
-
-
-def parameters(kernel: str) -> list[str]:
-    """The C++ types of a kernel's parameters, in order: "pointer", "int" or "i64"."""
-    source = files("warptile.kernels").joinpath(f"{kernel}.cu").read_text("utf-8")
-    (found,) = re.findall(rf"__global__[^;]*?\b{kernel}\(([^)]*)\)\s*{{", source)
-    return ["pointer" if "*" in p else p.split()[0] for p in found.split(",")]
-
-
-def type_of(arg: str | int) -> str:
-    if isinstance(arg, int) or arg in ("m", "n", "k", "n_padded", "k_padded", "group"):
-        return "int"
-    return "i64" if arg in ("ldx", "ldy", "ld_gathered") else "pointer"
-
-
-def fields(kernel: str) -> int:
-    source = files("warptile.kernels").joinpath(f"{kernel}.cu").read_text("utf-8")
-    (body,) = re.findall(r"struct Variant \{(.*?)\};", source, re.DOTALL)
-    return sum(len(line.split(",")) for line in re.findall(r"int ([^;]*);", body))
 
 
 @pytest.mark.parametrize("device", [H200, RTX_3090, A100], ids=lambda d: f"sm_{d.arch}")

@@ -1,0 +1,226 @@
+// y[m, n] = x[m, k] W^T for m <= 8 from strips and x in 8 bits: time is the time of reading W once, so strips go from
+// global memory straight into registers, where they are A fragments; tokens are the n8 of the MMA.
+//
+//   grid (columns of blocks, splits of k); a block takes neighbouring rows of strips and one range of k, its warps split
+//   that range. A warp keeps x of 256 k at hand while it goes down the rows, which lie one after the other in memory, and
+//   adds each strip's sums to a place of its own in shared memory. A chunk of rows is added over the warps in order,
+//   then over the splits in order by the last block.
+#include "strips.cuh"
+
+struct Variant {
+  int kind, y; // Kind, Dtype
+  int grid;    // Dtype of scales that lie beside the strips
+  int block;   // 1: each for a multiple of 128 k; 0: none, or for all of k, which is a factor
+};
+
+constexpr int THREADS = 512;
+
+// Strips in flight, 2 to 4 kB each: as many as 128 registers hold.
+constexpr int ahead(Variant v) {
+  constexpr auto lean = [](KindFacts f) { return f.bits == 4 && f.high == 0 && f.own == 32 && !f.lookup; };
+  return lean(facts(Kind(v.kind))) ? 2 : 1;
+}
+
+// Two rows of each strip in 128 k.
+struct GridScales {
+  u32 word[2][2];
+};
+
+
+template <Variant V>
+__global__ void __launch_bounds__(THREADS, 1)
+    mmq_decode(const u8* __restrict__ strips, const u8* __restrict__ scales, const void* __restrict__ factors,
+               const void* __restrict__ bias, const u32* __restrict__ quantized, const float* __restrict__ x_factors,
+               u16* y, float* scratch, u32* counters, int m, int n, int k_padded, i64 ldy, int bias_type, int columns,
+               int part1, int part2, int part3, int block_n, int block_k, int in_row, int in_column, int rows,
+               int chunk) {
+  using P = Strip<Kind(V.kind)>;
+  constexpr Dtype T = Dtype(V.y), G = Dtype(V.grid), F = P::FLOAT && !V.block ? G : Dtype::f32;
+  constexpr int AHEAD = ahead(V), BLOCKS = P::FLOAT ? 2 : UNITS; // of x in a step that share a factor
+
+  extern __shared__ __align__(16) u8 shared[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+  float4* slots = reinterpret_cast<float4*>(shared); // [chunk][warps][32]
+  // What a lane needs of x in a step, [units / 2][2][32]: words [unit][half] of token g, then factors [unit][token] of
+  // tokens 2t, 2t + 1. Registers are for strips in flight.
+  uint4* tokens = reinterpret_cast<uint4*>(shared) + chunk * warps * 32 + warp * UNITS * 32 + lane;
+  const int steps = k_padded / DEPTH;
+  // plan() gives every warp a step or more and keeps the products in 32 bits.
+  auto part = [&](u32 i) { return int(u32(steps) * i / (gridDim.y * warps)); };
+  const int begin = part(blockIdx.y * warps + warp), end = part(blockIdx.y * warps + warp + 1);
+  auto share = [&](u32 i) { return int(u64(rows) * i / gridDim.x); };
+  const int top = share(blockIdx.x), bottom = share(blockIdx.x + 1);
+  const Divide row_of(V.block ? block_n : 1), step_of(V.block ? block_k / 128 : 1);
+
+  P strip[AHEAD];
+  typename P::Factors row_factors[AHEAD];
+  GridScales grid[AHEAD];
+  // AHEAD rows at one step of k: down the rows of a chunk, then along k, then the next chunk.
+  struct Place {
+    int row, step, first, last; // row and step; the chunk's rows
+  };
+  auto next_of = [&](Place at) -> Place {
+    at.row += AHEAD;
+    if (at.row >= at.last) at.row = at.first, at.step++;
+    if (at.step == end) at = {at.last, begin, at.last, min(at.last + chunk, bottom)};
+    return at;
+  };
+  auto from = [&](const Place& at, int i) -> FromGlobal {
+    const int row = at.row + i;
+    return {strips + ((i64(row / 8) * steps + at.step) * 8 + row % 8) * P::BYTES, row < at.last};
+  };
+  auto load_grid = [&](const Place& at, int i) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = min((at.row + i) * 16 + 8 * r + g, n - 1);
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        if (at.row + i < at.last) {
+          const int down = min(int(step_of(2 * at.step + h)), in_column - 1); // beyond k everything is zero
+          grid[i].word[r][h] = load_one<G>(scales + (i64(down) * in_row + row_of(row)) * bytes_of(G));
+        }
+    }
+  };
+
+  Place at = {top, begin, top, min(top + chunk, bottom)};
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) {
+    const FromGlobal first = from(at, i);
+#pragma unroll
+    for (int p = 0; p < UNITS / 2; p++) strip[i].load(first, lane, p);
+    row_factors[i].load(first, lane);
+    if constexpr (V.block) load_grid(at, i);
+  }
+
+  float low[2], high[2]; // sums of x of token g in units t and t + 4, in two parts of 11 bits
+  const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
+  const Factor factor{factors, n, columns, {part1, part2, part3}};
+  auto finish = [&](int row, float4 v) {
+    const float sum[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const int column = row * 16 + g + c / 2 * 8;
+      out.store<T>(2 * t + c % 2, column, factors ? sum[c] * factor.of<F>(column) : sum[c]);
+    }
+  };
+
+  while (at.first < bottom) {
+    if (at.row == at.first) {
+      const u32* words = quantized + (i64(g) * k_padded + at.step * DEPTH) / 4 + t;
+      constexpr int EACH = P::FLOAT ? 1 : 2; // d, or d and the sum of x
+      auto factor_of = [&](int token, int i) {
+        const float* at_step = x_factors + (i64(token) * steps + at.step) * BLOCKS * EACH;
+        return __uint_as_float(load_or_zero(reinterpret_cast<const u32*>(at_step) + i, token < m));
+      };
+#pragma unroll
+      for (int p = 0; p < UNITS / 2; p++) {
+        u32 word[4], by[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          word[i] = load_or_zero(words + 16 * p + 4 * i, g < m);
+          const int block = P::FLOAT ? p / 2 : 2 * p + i / 2;
+          by[i] = __float_as_uint(factor_of(2 * t + i % 2, block * EACH) * P::FOLD);
+        }
+        tokens[64 * p] = {word[0], word[1], word[2], word[3]};
+        tokens[64 * p + 32] = {by[0], by[1], by[2], by[3]};
+      }
+      if constexpr (P::F.minima) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const float sum = factor_of(g, (t + 4 * h) * 2 + 1);
+          high[h] = __uint_as_float(__float_as_uint(sum) & 0xFFFFE000u);
+          low[h] = sum - high[h];
+        }
+      }
+    }
+    const Place next = next_of(at);
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      const FromGlobal coming = from(next, i);
+      const typename P::Factors by_row = row_factors[i];
+      const GridScales by_grid = grid[i];
+      auto load_factors = [&] {
+        row_factors[i].load(coming, lane);
+        if constexpr (V.block) load_grid(next, i);
+      };
+      if constexpr (AHEAD == 1) load_factors(); // or they would be waited for
+      float sums[4] = {}, of_block[4] = {};
+#pragma unroll
+      for (int u = 0; u < UNITS; u++) {
+        const uint4 words = tokens[u / 2 * 64], factors = tokens[u / 2 * 64 + 32];
+        const u32 x[2] = {u % 2 ? words.z : words.x, u % 2 ? words.w : words.y};
+        const float by[2] = {__uint_as_float(u % 2 ? factors.z : factors.x), __uint_as_float(u % 2 ? factors.w : factors.y)};
+        u32 a[4];
+        strip[i].unit(u, by_row, a);
+        if constexpr (P::FLOAT) {
+          mma_e4m3(of_block, a, x[0], x[1]);
+          if (u % 4 == 3) {
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+              const float scale = V.block ? number<G>(by_grid.word[c / 2][u / 4], 0) : 1.0f;
+              sums[c] = fmaf(scale * by[c % 2], of_block[c], sums[c]);
+              of_block[c] = 0;
+            }
+          }
+        } else {
+          constexpr int PARTS = 32 / P::F.own; // scales of a unit
+#pragma unroll
+          for (int h = 0; h < PARTS; h++) {
+            int d[4];
+            if constexpr (PARTS == 1)
+              mma_s8(d, a, x[0], x[1]);
+            else
+              mma_s8(d, a + 2 * h, x[h]);
+            const int part = u * PARTS + h;
+            add_scaled<P::WIDE>(sums, d, by_row.scale(0, part), by_row.scale(1, part), by[0], by[1]);
+          }
+        }
+        if (u % 2) strip[i].load(coming, lane, u / 2);
+      }
+      if constexpr (P::F.minima) {
+        float a[4], of_strip[4] = {};
+        by_row.minima(a);
+        mma_tf32(of_strip, a, low[0], low[1]);
+        mma_tf32(of_strip, a, high[0], high[1]);
+#pragma unroll
+        for (int c = 0; c < 4; c++) sums[c] = fmaf(by_row.minimum_scale(c / 2), of_strip[c], sums[c]);
+      }
+      if constexpr (AHEAD > 1) load_factors();
+      if (at.row + i < at.last) {
+        float4& slot = slots[((at.row + i - at.first) * warps + warp) * 32 + lane];
+        if (at.step == begin)
+          slot = {sums[0], sums[1], sums[2], sums[3]};
+        else
+          slot = {slot.x + sums[0], slot.y + sums[1], slot.z + sums[2], slot.w + sums[3]};
+      }
+    }
+    if (next.first != at.first) {
+      __syncthreads();
+      for (int e = threadIdx.x; e < (at.last - at.first) * 32; e += blockDim.x) {
+        if (2 * t >= m) continue;
+        float4 sum = {};
+        for (int w = 0; w < warps; w++) {
+          const float4 v = slots[(e / 32 * warps + w) * 32 + lane];
+          sum = {sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w};
+        }
+        const int row = at.first + e / 32;
+        if (gridDim.y == 1)
+          finish(row, sum);
+        else
+          reinterpret_cast<float4*>(scratch)[(i64(blockIdx.y) * rows + row) * 32 + lane] = sum;
+      }
+      __syncthreads();
+    }
+    at = next;
+  }
+  if (gridDim.y > 1 && last_to_arrive(counters + blockIdx.x, gridDim.y))
+    for (int row = top + warp; row < bottom; row += warps) {
+      if (2 * t >= m) continue;
+      float4 sum = {};
+      for (int s = 0; s < int(gridDim.y); s++) {
+        const float4 v = __ldcg(reinterpret_cast<const float4*>(scratch) + (i64(s) * rows + row) * 32 + lane);
+        sum = {sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w};
+      }
+      finish(row, sum);
+    }
+}

@@ -1,0 +1,32 @@
+"""Devices that plans are made for, and what a launch must agree with in its kernel's source."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+from warptile.kernels.launch import Device
+
+H200 = Device(arch=90, sms=132, shared=232448)
+RTX_3090 = Device(arch=86, sms=82, shared=101376)
+A100 = Device(arch=80, sms=108, shared=166912)
+RTX_4090 = Device(arch=89, sms=128, shared=101376)
+
+
+def parameters(kernel: str) -> list[str]:
+    """The C++ types of a kernel's parameters, in order: "pointer", "int" or "i64"."""
+    source = files("warptile.kernels").joinpath(f"{kernel}.cu").read_text("utf-8")
+    (found,) = re.findall(rf"__global__[^;]*?\b{kernel}\(([^)]*)\)\s*{{", source)
+    return ["pointer" if "*" in p else p.split()[0] for p in found.split(",")]
+
+
+def type_of(arg: str | int) -> str:
+    if isinstance(arg, int) or arg in ("m", "n", "k", "n_padded", "k_padded", "group"):
+        return "int"
+    return "i64" if arg in ("ldx", "ldy", "ld_gathered") else "pointer"
+
+
+def fields(kernel: str) -> int:
+    source = files("warptile.kernels").joinpath(f"{kernel}.cu").read_text("utf-8")
+    (body,) = re.findall(r"struct Variant \{(.*?)\};", source, re.DOTALL)
+    return sum(len(line.split(",")) for line in re.findall(r"int ([^;]*);", body))
