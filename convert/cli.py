@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -18,7 +18,7 @@ import typer
 from typer.exceptions import TyperException
 
 from ..formats import sources
-from ..formats.errors import WarptileError, printable
+from ..formats.errors import WarptileError
 from ..formats.options import Options
 from ..kernels import layouts
 from . import report
@@ -35,6 +35,8 @@ HELP = {
     "strict": "Fail (3) unless every quantised module converts.",
     "dry_run": "Print the plan; read no codes and write nothing.",
     "widen": "Store 2- and 3-bit codes losslessly in 4-bit fields.",
+    "fuse": "Store q, k, v and gate, up of a block as one module each.",
+    "stack_experts": "Store the experts of a block as one module.",
     "max_shard_size": "Largest shard of a directory: 5GB, 500MiB, or bytes.",
     "workers": "Threads that pack; 0 is one a core.",
     "scheduler": "Write shards on a dask.distributed cluster: tcp://host:8786.",
@@ -46,7 +48,6 @@ HELP = {
     "scale_convention": "multiply or divide: what an inverse or global scale does.",
     "nan": "zero: read NaN codes as 0.",
     "undo_rope_order": "Undo the row order that llama.cpp gives to q and k.",
-    "stack_experts": "Store the experts of a layer as one module.",
 }
 
 EVERYTHING = [field.name for field in fields(Options)]
@@ -72,7 +73,10 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"warptile {version('warptile')}")
+        try:
+            typer.echo(f"warptile {version('warptile')}")
+        except PackageNotFoundError:
+            typer.echo("warptile, from a source tree that is not installed")
         raise typer.Exit
 
 
@@ -188,28 +192,38 @@ _add_inspect()
 
 
 def _run(action: Callable[[], object], as_json: bool, quiet: bool = False) -> None:
-    """Print the result on stdout, or one line on stderr; every failure a user can cause ends here."""
+    """Print the result on stdout, or one line on stderr and with --json an object on stdout; every failure a user can
+    cause ends here."""
     try:
         result = action()
-        if as_json:
-            print(json.dumps(report.data(result), indent=2))
-        elif not quiet:
-            print(report.text(result))
-        sys.stdout.flush()
     except WarptileError as error:
-        _fail(str(error), error.exit_code)
+        raise typer.Exit(_failed(error, error.exit_code, as_json)) from None
+    except (OSError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise typer.Exit(_failed(WarptileError(reason, file=getattr(error, "filename", None)), 1, as_json)) from None
+    except KeyboardInterrupt:
+        interrupted = WarptileError("interrupted", do="the same command goes on after the last finished shard")
+        raise typer.Exit(_failed(interrupted, INTERRUPTED, as_json)) from None
+    if as_json:
+        _print(report.data(result))
+    elif not quiet:
+        _print(report.text(result))
+
+
+def _failed(error: WarptileError, code: int, as_json: bool) -> int:
+    """Say why; the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    if as_json:
+        _print({"error": {"exit_code": code, **report.data(error)}})
+    return code
+
+
+def _print(content: str | dict[str, Any]) -> None:
+    """Text, or an object as JSON."""
+    try:
+        print(content if isinstance(content, str) else json.dumps(content, indent=2), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; nothing more to flush
-    except (OSError, MemoryError) as error:
-        filename, reason = getattr(error, "filename", None), getattr(error, "strerror", None) or str(error)
-        _fail(f"{filename}: {reason}" if filename else reason, 1)
-    except KeyboardInterrupt:
-        _fail("interrupted; the same command goes on after the last finished shard", INTERRUPTED)
-
-
-def _fail(line: str, code: int) -> None:
-    print(f"error: {printable(line)}", file=sys.stderr)
-    raise typer.Exit(code)
 
 
 def _terminate(*_: object) -> None:
@@ -223,6 +237,5 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         code = typer.main.get_command(app).main(args or ["--help"], prog_name="convert", standalone_mode=False)
     except TyperException as error:
-        print(f"error: {printable(error.format_message())}", file=sys.stderr)
-        return error.exit_code
+        return _failed(WarptileError(error.format_message()), error.exit_code, "--json" in args)
     return code if isinstance(code, int) else 0

@@ -12,6 +12,7 @@ from ..formats import artifact, sources
 from ..formats.canonical import ELEMENTS, Element, Outline
 from ..formats.container import Checkpoint, open_checkpoint
 from ..formats.options import Options
+from ..formats.parts import parts
 from ..kernels import layouts
 from .plan import claims
 
@@ -35,6 +36,8 @@ class Linear:
     nbytes: int
     refusals: Mapping[str, str]
     """{layout: reason} of the layouts that cannot hold it; empty for an artifact's."""
+    parts: tuple[str, ...] = ()
+    """The source's linears that an artifact's module holds; empty when it is one itself."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def _artifact(opened: artifact.Artifact) -> Contents:
             bool(spec["bias"]),
             sum(t.nbytes for t in opened.tensors(name).values()),
             {},
+            tuple(part.name for part in parts(name, spec) if not part.alone),
         )
         for name, spec in opened.modules.items()
     )

@@ -24,13 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..formats import artifact, sources
-from ..formats.canonical import widened
 from ..formats.container import Checkpoint, Entry, Tensor, dtype_name, write_safetensors
-from ..formats.stream import Pieces, Stream, recoded, streamed, whole
+from ..formats.joining import join
+from ..formats.parts import packed, parts, shared
+from ..formats.stream import Pieces, Stream, streamed, whole
 from ..kernels import layouts
 from . import manifest
 from .manifest import Finished
-from .plan import Module
+from .modules import Module
 from .shards import Stored
 
 Array = NDArray[Any]
@@ -132,39 +133,73 @@ def ahead(makers: Iterator[tuple[bool, Make]], pool: Executor, most: int) -> Ite
             future.cancel()
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """Tensors of a module that are made in one go, by one expert where experts are parts of their own."""
+
+    module: Module
+    unit: int
+    tensors: tuple[tuple[Stored, bool], ...]
+    """(tensor, whether this turn's bytes are the last of it)."""
+
+
+def _turns(job: Job, module: Module, piece: Sequence[Stored]) -> list[_Turn]:
+    """A stack is written tensor after tensor, each expert after expert: whoever has bytes of it is opened anew."""
+    if len(module.units) == 1:
+        return [_Turn(module, 0, tuple((stored, True) for stored in piece))]
+    assert module.spec is not None
+    common = {f"{module.name}.{suffix}" for suffix in shared(layouts()[job.layout], module.spec)}
+    kept = {
+        f"{module.name}.{artifact.RESIDUE}{part.prefix}{suffix}": part.expert or 0
+        for part, linear in zip(parts(module.name, module.spec), module.linears, strict=True)
+        for suffix, *_ in linear.outline.residue
+    }
+    turns = []
+    for stored in piece:
+        owner = 0 if stored.name in common else kept.get(stored.name)
+        units = range(len(module.units)) if owner is None else (owner,)
+        turns += [_Turn(module, unit, ((stored, unit == units[-1]),)) for unit in units]
+    return turns
+
+
 def _makers(job: Job, pool: Executor) -> Iterator[tuple[bool, Make]]:
     """(whether it is the last of its tensor, what makes it) for every buffer of the shard's tensors, in file order."""
-    modules = [module for module, _ in job.pieces if module is not None]
-    following = {module.name: after for module, after in pairwise(modules)}
-    opened: dict[str, Future[dict[str, Array | Pieces]]] = {}
-
-    def ready(module: Module) -> Future[dict[str, Array | Pieces]]:
-        if module.name not in opened:
-            opened[module.name] = pool.submit(_open, job, module)
-        return opened[module.name]
-
+    todo: list[_Turn | Stored] = []
     for module, piece in job.pieces:
-        if module is None:
-            (stored,) = piece
-            tensor = job.checkpoint.tensors[stored.name]
+        todo += piece if module is None else _turns(job, module, piece)
+    following = {id(turn): after for turn, after in pairwise(one for one in todo if isinstance(one, _Turn))}
+    opened: dict[int, Future[dict[str, Array | Pieces]]] = {}
+
+    def ready(turn: _Turn) -> Future[dict[str, Array | Pieces]]:
+        if id(turn) not in opened:
+            opened[id(turn)] = pool.submit(_open, job, turn.module, turn.unit)
+        return opened[id(turn)]
+
+    for one in todo:
+        if isinstance(one, Stored):
+            tensor = job.checkpoint.tensors[one.name]
             yield from _flagged(_copies(tensor))
             tensor.release()
             continue
-        parts = ready(module).result()
-        if module.name in following:
-            ready(following[module.name])
-        for stored in piece:
-            part = parts.pop(stored.name)
-            assert (part.shape, dtype_name(part.dtype)) == (stored.shape, stored.dtype), (stored, part.dtype)
-            yield from _flagged(part.makers if isinstance(part, Pieces) else [partial(np.ascontiguousarray, part)])
-        del opened[module.name]
-        for name in module.members:
-            job.checkpoint.tensors[name].release()
+        made = ready(one).result()
+        if id(one) in following:
+            ready(following[id(one)])
+        for stored, last in one.tensors:
+            part = made.pop(stored.name)
+            if len(one.module.units) == 1:
+                assert (part.shape, dtype_name(part.dtype)) == (stored.shape, stored.dtype), (stored, part.dtype)
+            yield from _flagged(
+                part.makers if isinstance(part, Pieces) else [partial(np.ascontiguousarray, part)], last
+            )
+        del opened[id(one)], made
+        for linear in one.module.units[one.unit]:
+            for name in linear.members:
+                job.checkpoint.tensors[name].release()
 
 
-def _flagged(makers: Sequence[Make]) -> Iterator[tuple[bool, Make]]:
+def _flagged(makers: Sequence[Make], last: bool = True) -> Iterator[tuple[bool, Make]]:
     end = len(makers) - 1
-    return ((i == end, make) for i, make in enumerate(makers))
+    return ((last and i == end, make) for i, make in enumerate(makers))
 
 
 def _copies(tensor: Tensor) -> list[Make]:
@@ -172,18 +207,23 @@ def _copies(tensor: Tensor) -> list[Make]:
     return [partial(tensor.cut, first, min(first + COPIED, tensor.nbytes)) for first in cuts]
 
 
-def _open(job: Job, module: Module) -> dict[str, Array | Pieces]:
-    """What a module is written as, by full name."""
-    for name in module.members:
-        job.checkpoint.tensors[name].expect()
-    source = open_stream(job.checkpoint, module.source, module.name)
-    q = source.tensor.check()
-    assert q.outline() == module.outline, f"{module.source}: describe and read disagree on {module.name}"
-    if module.spec is not None and artifact.NARROW in module.spec["source"]:
-        source = recoded(source, widened(q.element))
-    layout = layouts()[job.layout]
+def _open(job: Job, module: Module, unit: int) -> dict[str, Array | Pieces]:
+    """What a module is written as, or one expert's share of it, by full name."""
+    assert module.spec is not None
+    streams: list[Stream] = []
+    residue: dict[str, Array] = {}
+    where = {part.name: part for part in parts(module.name, module.spec)}
+    for linear in module.units[unit]:
+        for name in linear.members:
+            job.checkpoint.tensors[name].expect()
+        source, part = open_stream(job.checkpoint, linear.source, linear.name), where[linear.name]
+        q = source.tensor.check()
+        assert q.outline() == linear.outline, f"{linear.source}: describe and read disagree on {linear.name}"
+        streams.append(packed(source, part))
+        residue |= {f"{part.prefix}{suffix}": data for suffix, data in q.residue.items()}
+    layout, source = layouts()[job.layout], join(streams)
     tensors, _ = layout.stream(source) if hasattr(layout, "stream") else layout.pack(whole(source))
-    return {f"{module.name}.{suffix}": part for suffix, part in artifact.as_stored(tensors, q.residue).items()}
+    return {f"{module.name}.{suffix}": part for suffix, part in artifact.as_stored(tensors, residue).items()}
 
 
 def open_stream(checkpoint: Checkpoint, source: str, module: str) -> Stream:

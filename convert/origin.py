@@ -1,6 +1,6 @@
 """What an artifact remembers of its source, so that ``unpack`` gives back the same files and ``verify`` reads it alike.
 
-    source_files    {file name: {"metadata": {..}, "tensors": [[name], or [name, dtype, shape, module] of one that
+    source_files    {file name: {"metadata": {..}, "tensors": [[name], or [name, dtype, shape, linear] of one that
                     was converted, ..]}}
     source_config   the text of config.json
     source_index    {file name: the text of that index}
@@ -35,12 +35,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Origin:
-    """A tensor of the source: dtype, shape and module are None when it passed through."""
+    """A tensor of the source: dtype, shape and linear are None when it passed through."""
 
     name: str
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
-    module: str | None = None
+    linear: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class File:
 def metadata(plan: Plan) -> dict[str, str]:
     """The entries, for the first shard of an artifact."""
     checkpoint = plan.checkpoint
-    owner = {name: module.name for module in plan.converted for name in module.members}
+    owner = {name: linear.name for module in plan.converted for linear in module.linears for name in linear.members}
     files: dict[str, dict[str, Any]] = {
         _name(path): {"metadata": said, "tensors": []} for path, said in checkpoint.file_metadata.items()
     }
@@ -107,9 +107,9 @@ def files(artifact: Artifact) -> dict[str, File]:
     tensors = [t for file in found.values() for t in file.tensors]
     if len({t.name for t in tensors}) < len(tensors):
         raise corrupt("a name twice")
-    if {t.name for t in tensors if t.module is None} != set(artifact.passthrough):
+    if {t.name for t in tensors if t.linear is None} != set(artifact.passthrough):
         raise corrupt("other tensors than the artifact's", "those that passed through")
-    if {t.module for t in tensors if t.module is not None} != set(artifact.modules):
+    if {t.linear for t in tensors if t.linear is not None} != set(artifact.parts):
         raise corrupt("other modules than the artifact's")
     return found
 
@@ -128,33 +128,33 @@ def _is_file(said: object) -> bool:
 
 
 def _is_tensor(said: object) -> bool:
-    """[name], or [name, dtype, shape, module] of fewer than 2^63 bits."""
+    """[name], or [name, dtype, shape, linear] of fewer than 2^63 bits."""
     if not isinstance(said, list) or len(said) not in (1, 4) or not isinstance(said[0], str):
         return False
     if len(said) == 1:
         return True
-    _, dtype, shape, module = said
+    _, dtype, shape, linear = said
     sizes = isinstance(shape, list) and all(type(d) is int and 0 <= d < 2**63 for d in shape)
-    named = isinstance(dtype, str) and dtype in DTYPES and isinstance(module, str)
+    named = isinstance(dtype, str) and dtype in DTYPES and isinstance(linear, str)
     return named and sizes and prod(shape) * DTYPES[dtype][1] < 2**63
 
 
-def _origin(name: str, dtype: str | None = None, shape: list[int] | None = None, module: str | None = None) -> Origin:
-    return Origin(name, dtype, None if shape is None else tuple(shape), module)
+def _origin(name: str, dtype: str | None = None, shape: list[int] | None = None, linear: str | None = None) -> Origin:
+    return Origin(name, dtype, None if shape is None else tuple(shape), linear)
 
 
-def reader(artifact: Artifact, module: str) -> ModuleType:
-    """The source format a module came from.
+def reader(artifact: Artifact, linear: str) -> ModuleType:
+    """The source format a linear came from.
 
     Raises:
         UnsupportedError: there is no such format here.
     """
-    name = artifact.modules[module]["source"]["format"]
+    name = artifact.parts[linear].reader
     if name not in sources():
         raise UnsupportedError(
             "unknown source format",
             file=artifact.checkpoint.path,
-            tensor=module,
+            tensor=linear,
             found=name,
             need=" or ".join(sources()),
             do="update warptile",
@@ -162,25 +162,25 @@ def reader(artifact: Artifact, module: str) -> ModuleType:
     return sources()[name]
 
 
-def restored(artifact: Artifact, module: str, promised: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Array]:
-    """The source's tensors of a module by full name.
+def restored(artifact: Artifact, linear: str, promised: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Array]:
+    """The source's tensors of a linear by full name.
 
     Raises:
         CorruptError: they are not those that are ``promised``, {name: (dtype, shape)}.
     """
-    write, q = reader(artifact, module).write, artifact.quant(module)
+    write, q = reader(artifact, linear).write, artifact.quant(linear)
     try:
-        tensors: dict[str, Array] = write(module, q)
+        tensors: dict[str, Array] = write(linear, q)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError) as error:
         raise CorruptError(
-            "its source entry is damaged", file=artifact.checkpoint.path, tensor=module, found=error
+            "its source entry is damaged", file=artifact.checkpoint.path, tensor=linear, found=error
         ) from None
     written = {name: (dtype_name(a.dtype), a.shape) for name, a in tensors.items()}
     if written != promised:
         raise CorruptError(
             "unpacks to other tensors than its source had",
             file=artifact.checkpoint.path,
-            tensor=module,
+            tensor=linear,
             found=written,
             need=promised,
         )

@@ -34,6 +34,12 @@ class Result:
     plan: Plan
     dst: Path
     files: tuple[str, ...]
+    side_files: tuple[str, ...]
+    """Copied as they are."""
+    beside: int
+    """Bytes of what is written beside the weights: side files and companions."""
+    replaces: bool
+    """Something stands, or stood, at ``dst``."""
     written: bool
 
     @property
@@ -52,6 +58,8 @@ def convert(
     strict: bool = False,
     dry_run: bool = False,
     widen: bool = False,
+    fuse: bool = False,
+    stack_experts: bool = False,
     max_shard_size: str | int = "5GB",
     workers: int = 0,
     scheduler: str | None = None,
@@ -67,6 +75,8 @@ def convert(
         strict: an error unless every quantised module converts.
         dry_run: plan only; write nothing and read no codes.
         widen: store 2- and 3-bit codes in 4-bit fields, losslessly.
+        fuse: store q, k, v and gate, up of one block as one module each, where all that they share is alike.
+        stack_experts: store the same linear of all experts of a block as one module.
         max_shard_size: bytes, or a text such as "5GB"; a directory only.
         workers: threads that pack; 0 is one for every core.
         scheduler: the address of a dask.distributed scheduler whose workers write the shards, such as
@@ -89,25 +99,28 @@ def convert(
     dst = Path(dst) if dst is not None else default_destination(src, to)
     if rebuilder(dst) is not None:
         raise UsageError("an artifact is a .safetensors file or a directory", file=dst, do="name one of these")
-    check_paths(src, dst, overwrite=overwrite or dry_run)
+    replaces = os.path.lexists(dst)
+    check_paths(src, dst, overwrite=overwrite or dry_run, artifact=True)
     checkpoint = open_checkpoint(src, Options(**options))
-    plan = planning.make(checkpoint, source, to, widen=widen)
+    plan = planning.make(checkpoint, source, to, widen=widen, fuse=fuse, stack_experts=stack_experts)
     _check_converted(plan, strict)
     if find_spec("numba") is None:
         checkpoint.note("", "numba cannot be imported: codes are moved by NumPy, ten times slower")
-    if is_file(dst) and checkpoint.side_files:
+    side_files = () if is_file(dst) else checkpoint.side_files
+    if len(side_files) < len(checkpoint.side_files):
         checkpoint.note("", f"one file has no place for {len(checkpoint.side_files)} side files: not copied")
+    beside = sum(map(len, checkpoint.companions.values())) + sum(file.stat().st_size for file in side_files)
     sizes = [sum(t.nbytes for t in piece) for piece in plan.pieces]
     cut = [range(len(sizes))] if is_file(dst) else out.assign(sizes, limit)
     files = [dst.name] if is_file(dst) else out.names(len(cut))
-    result = Result(plan, dst, tuple(files), written=not dry_run)
+    copied = tuple(file.name for file in side_files)
+    result = Result(plan, dst, tuple(files), copied, beside, replaces, written=not dry_run)
     if dry_run:
         return result
     said = [_metadata(plan, plan.pieces[run.start : run.stop], first=run.start == 0) for run in cut]
     key = _key(plan, files, cut, said)
     with staged(dst, key) as product, executor(scheduler) as where:
         done = manifest.finished(product.parent, [_place(product, dst, file) for file in files])
-        beside = sum(map(len, checkpoint.companions.values())) + sum(f.stat().st_size for f in checkpoint.side_files)
         check_space(dst, plan.nbytes + beside - sum(shard.nbytes for shard in done.values()))
         jobs = [
             _job(plan, product, dst, file, plan.pieces[run.start : run.stop], metadata, key, workers)
@@ -124,7 +137,7 @@ def convert(
                 out.write_index({t.name: job.file for job in jobs for t in job.tensors}, product, plan.nbytes)
             if checkpoint.config:
                 out.write_json(product / CONFIG, artifact.config(checkpoint.config, to))
-            out.copy_side_files(checkpoint.side_files, product)
+            out.copy_side_files(side_files, product)
         for suffix, content in checkpoint.companions.items():
             out.write_bytes(companion(product, suffix), content)
     return result

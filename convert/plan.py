@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
 
@@ -12,47 +12,13 @@ from ..formats import artifact, checks, sources
 from ..formats.canonical import Outline, widened
 from ..formats.container import Checkpoint
 from ..formats.errors import CorruptError, UnsupportedError, UsageError
-from ..formats.stream import ACROSS, STEP
+from ..formats.parts import entry
 from ..kernels import layouts
+from .grouping import Apart, Grouping
+from .modules import Linear, Module
 from .shards import Stored
 
-# Bytes for each code that is being worked on, at the worst moment of a pack: read, turned, padded, and the words.
-CODE_COPIES = 6
-SLABS = 6
-
-
-@dataclass(frozen=True)
-class Module:
-    """One quantised linear of the source and what becomes of it."""
-
-    name: str
-    source: str
-    """The source format's name in the registry."""
-    members: tuple[str, ...]
-    """Names of the input tensors it consumes."""
-    outline: Outline
-    """As read; ``--widen`` is not applied to it."""
-    spec: dict[str, Any] | None
-    """As it stands in the artifact, ``source`` and ``residue`` included; None when the layout refused."""
-    refusal: str | None
-    tensors: tuple[Stored, ...]
-    """What is written for it: the packed tensors, or its members as they are."""
-    by_slab: bool = False
-    """Reader and layout both work on a few slabs of codes at a time."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors)
-
-    @property
-    def peak(self) -> int:
-        """An estimate of the bytes held while it is packed: its codes, or some slabs of them; and the rest of it, for
-        the next module is opened before it is done."""
-        codes = (self.outline.experts or 1) * self.outline.n * self.outline.k
-        if not self.by_slab:
-            return CODE_COPIES * codes + self.nbytes
-        rest = self.nbytes - max(t.nbytes for t in self.tensors)
-        return CODE_COPIES * min(codes, SLABS * ACROSS * STEP) + 4 * rest
+Widen = Callable[[Outline], Outline]
 
 
 @dataclass(frozen=True)
@@ -63,6 +29,8 @@ class Plan:
     layout: str
     modules: tuple[Module, ...]
     """In the order of their first tensor in the file; refused ones too."""
+    apart: tuple[Apart, ...] = ()
+    """What was to be grouped and could not be."""
 
     @cached_property
     def converted(self) -> tuple[Module, ...]:
@@ -81,7 +49,8 @@ class Plan:
     @cached_property
     def pieces(self) -> tuple[tuple[Stored, ...], ...]:
         """What is written, in order; a piece is never split between shards."""
-        first = {m.members[0]: m for m in self.converted}
+        order = {name: i for i, name in enumerate(self.checkpoint.tensors)}
+        first = {min(m.members, key=order.__getitem__): m for m in self.converted}
         whole = {name: m for m in self.converted for name in m.members}
         out = []
         for name, tensor in self.checkpoint.tensors.items():
@@ -203,18 +172,33 @@ def _check_name(checkpoint: Checkpoint, module: str, members: tuple[str, ...]) -
         )
 
 
-def make(checkpoint: Checkpoint, source: str | None, layout: str, *, widen: bool = False) -> Plan:
+def make(
+    checkpoint: Checkpoint,
+    source: str | None,
+    layout: str,
+    *,
+    widen: bool = False,
+    fuse: bool = False,
+    stack_experts: bool = False,
+) -> Plan:
     """Plan a conversion; nothing is written, no codes are read.
 
     Raises:
-        UnsupportedError, CorruptError: the checkpoint, as its readers say.
+        UnsupportedError, CorruptError: the checkpoint, as its readers say; with ``stack_experts`` also a gap.
     """
     artifact.refuse_artifact(checkpoint)
-    modules = (
-        _module(checkpoint, name, reader, members, layout, widen)
+    wide = partial(_widened, widen=widen)
+    modules = [
+        _single(checkpoint, name, reader, members, layout, wide)
         for name, (reader, members) in claims(checkpoint, source).items()
-    )
-    plan = Plan(checkpoint, layout, tuple(modules))
+    ]
+    grouping = Grouping(checkpoint, partial(_written, layout=layout, wide=wide), wide)
+    apart: list[Apart] = []
+    for wanted, group in ((fuse, partial(grouping.fuse, by_stack=stack_experts)), (stack_experts, grouping.stack)):
+        if wanted:
+            modules, refused = group(modules)
+            apart += refused
+    plan = Plan(checkpoint, layout, tuple(modules), tuple(apart))
     _check_names(plan)
     return plan
 
@@ -225,28 +209,64 @@ def known(name: str | None, registry: Iterable[str], what: str) -> None:
         raise UsageError(f"unknown {what} {name!r}", need=" or ".join(registry))
 
 
-def _module(
-    checkpoint: Checkpoint, name: str, reader: str, members: tuple[str, ...], layout: str, widen: bool
+def _widened(outline: Outline, *, widen: bool) -> Outline:
+    return replace(outline, element=widened(outline.element)) if widen else outline
+
+
+def _single(
+    checkpoint: Checkpoint, name: str, reader: str, members: tuple[str, ...], layout: str, wide: Widen
 ) -> Module:
+    """A linear as a module for itself."""
     outline: Outline = sources()[reader].describe(checkpoint, name)
-    wide = replace(outline, element=widened(outline.element)) if widen else outline
-    kernel = layouts()[layout]
-    refusal = kernel.accepts(wide)
+    units = ((Linear(name, reader, members, outline),),)
+    module = _written(name, units, outline, layout=layout, wide=wide)
+    refusal = module.refusal
     if refusal is not None:
-        refusal += _elsewhere(wide, reader)
+        refusal += _elsewhere(wide(outline), reader)
     else:
-        refusal = _stranger(checkpoint, name, members, kernel)
+        refusal = _stranger(checkpoint, name, members, layouts()[layout])
+    if refusal is None:
+        return module
+    as_they_are = (checkpoint.tensors[member] for member in members)
+    return Module(
+        name, units, outline, None, refusal, tuple(Stored(t.name, t.dtype, t.shape, t.nbytes) for t in as_they_are)
+    )
+
+
+def _written(name: str, units: tuple[tuple[Linear, ...], ...], outline: Outline, *, layout: str, wide: Widen) -> Module:
+    """What is stored of linears as one module; ``outline`` is that of all of them."""
+    kernel, stored = layouts()[layout], wide(outline)
+    refusal = kernel.accepts(stored)
     if refusal is not None:
-        as_they_are = (checkpoint.tensors[member] for member in members)
-        tensors = tuple(Stored(t.name, t.dtype, t.shape, t.nbytes) for t in as_they_are)
-        return Module(name, reader, members, outline, None, refusal, tensors)
-    spec = artifact.module_spec(kernel.spec(wide), foretold_source(outline, wide), outline.residue)
+        return Module(name, units, outline, None, refusal, ())
+    linears, residue = [linear for unit in units for linear in unit], outline.residue
+    stack = outline.experts != linears[0].outline.experts
+    if len(linears) == 1 and not stack:
+        spec = artifact.module_spec(kernel.spec(stored), foretold_source(outline, stored), residue)
+    else:
+        entries = [
+            _entry(linear, stored, wide(linear.outline), e if stack else None)
+            for e, unit in enumerate(units)
+            for linear in unit
+        ]
+        residue = tuple(
+            (f"{i}.{suffix}", dtype, shape)
+            for i, linear in enumerate(linears)
+            for suffix, dtype, shape in linear.outline.residue
+        )
+        spec = artifact.grouped_spec(kernel.spec(stored), entries, residue)
     tensors = tuple(
         Stored(f"{name}.{suffix}", dtype, shape, artifact.nbytes(dtype, shape))
-        for suffix, (dtype, shape) in artifact.stored(spec, kernel, outline.residue).items()
+        for suffix, (dtype, shape) in artifact.stored(spec, kernel, residue).items()
     )
-    by_slab = hasattr(sources()[reader], "stream") and hasattr(kernel, "stream")
-    return Module(name, reader, members, outline, spec, None, tensors, by_slab)
+    by_slab = hasattr(kernel, "stream") and all(hasattr(sources()[linear.source], "stream") for linear in linears)
+    return Module(name, units, outline, spec, None, tensors, by_slab)
+
+
+def _entry(linear: Linear, whole: Outline, wide: Outline, expert: int | None) -> dict[str, Any]:
+    """What the spec of a module says of one of its linears."""
+    symmetric = wide.element.name if whole.zero_max is not None and wide.zero_max is None else None
+    return entry(linear.name, wide.n, foretold_source(linear.outline, wide), expert, symmetric)
 
 
 def _elsewhere(q: Outline, reader: str) -> str:

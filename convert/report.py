@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import singledispatch
 from typing import Any
 
-from ..formats.errors import printable
+from ..formats.errors import WarptileError, printable
+from .grouping import Apart
 from .inspect import Contents, Support
+from .modules import Module
 from .pipeline import Result
-from .plan import Module
 from .unpack import Unpacked
 from .verify import Verified
 
@@ -76,9 +77,29 @@ def data(result: object) -> dict[str, Any]:
     raise TypeError(type(result))
 
 
-def _element(m: Module) -> str:
-    name = m.outline.element.name
-    return name if m.spec is None or m.spec["element"] == name else f"{name} as {m.spec['element']}"
+def _holds(name: str, parts: Iterable[str]) -> str:
+    """``3: q_proj, k_proj, v_proj``, ``8: 0.w1 .. 7.w1``: the parts of a module, but for what it is called too."""
+    words = name.split(".")
+    short = []
+    for part in (part.split(".") for part in parts):
+        same = next((i for i, (a, b) in enumerate(zip(part, words, strict=False)) if a != b), len(part))
+        tail = next((i for i, (a, b) in enumerate(zip(part[::-1], words[::-1], strict=False)) if a != b), 0)
+        short.append(".".join(part[same : len(part) - tail or None]))
+    return f"{len(short)}: {', '.join(short) if len(short) <= 3 else f'{short[0]} .. {short[-1]}'}"
+
+
+def _held(m: Module) -> str:
+    return _holds(m.name, (linear.name for linear in m.linears)) if m.grouped else ""
+
+
+def _apart(apart: Iterable[Apart]) -> list[str]:
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for group in apart:
+        reasons[group.reason].append(f"{group.name} ({_holds(group.name, group.parts)})")
+    lines = []
+    for reason, names in reasons.items():
+        lines += [printable(f"stored apart: {reason}"), *(printable(f"  {name}") for name in names)]
+    return lines
 
 
 def _refusals(refused: Iterable[Module]) -> list[str]:
@@ -95,22 +116,25 @@ def _refusals(refused: Iterable[Module]) -> list[str]:
 def _(result: Result) -> str:
     plan, counts = result.plan, result.plan.counts
     lines = []
+    grouped = any(m.grouped for m in plan.modules)
     if not result.written:
         rows = [
             (
                 m.name,
                 m.source,
                 plan.layout if m.spec is not None else "as it is",
-                _element(m),
+                m.element,
                 _shape(m.outline.n, m.outline.k, m.outline.experts),
                 m.outline.group,
                 size(sum(plan.checkpoint.tensors[t].nbytes for t in m.members)),
                 size(m.nbytes),
+                *([_held(m)] if grouped else []),
             )
             for m in plan.modules
         ]
-        lines += table(("module", "source", "layout", "element", "out x in", "group", "in", "out"), rows)
-    lines += _refusals(plan.refused)
+        head = ("module", "source", "layout", "element", "out x in", "group", "in", "out")
+        lines += table((*head, "parts") if grouped else head, rows)
+    lines += _refusals(plan.refused) + _apart(plan.apart)
     lines += noted(result.notes)
     lines.append(
         f"{counts['input']} tensors = {counts['converted']} converted + {counts['consumed']} consumed"
@@ -118,15 +142,18 @@ def _(result: Result) -> str:
     )
     shards = f" in {len(result.files)} shards" if len(result.files) > 1 else ""
     if result.written:
-        lines.append(
-            printable(
-                f"{result.dst}: {_count(len(plan.converted), f'{plan.layout} module')}, {size(plan.nbytes)}{shards}"
-            )
-        )
+        inside = sum(len(m.linears) for m in plan.converted)
+        of = f" of {inside} linears" if grouped else ""
+        modules = f"{_count(len(plan.converted), f'{plan.layout} module')}{of}"
+        lines.append(printable(f"{result.dst}: {modules}, {size(plan.nbytes)}{shards}"))
     else:
+        if result.side_files:
+            lines.append(f"{_count(len(result.side_files), 'side file')} would be copied as they are")
+        if result.replaces:
+            lines.append(printable(f"{result.dst} exists: --overwrite would replace it, and without it is an error"))
         lines.append(
             printable(
-                f"{result.dst} would take {size(plan.nbytes)} of disk{shards};"
+                f"{result.dst} would take {size(plan.nbytes + result.beside)} of disk{shards};"
                 f" packing, about {size(plan.peak)} of memory"
             )
         )
@@ -140,12 +167,16 @@ def _(result: Result) -> dict[str, Any]:
         "source": str(plan.checkpoint.path),
         "destination": str(result.dst),
         "written": result.written,
+        "replaces": result.replaces,
         "files": list(result.files),
+        "side_files": list(result.side_files),
         "layout": plan.layout,
         "tensors": plan.counts,
         "nbytes": plan.nbytes,
+        "nbytes_beside": result.beside,
         "peak_memory": plan.peak,
         "modules": {m.name: _planned(plan.checkpoint.tensors, m) for m in plan.modules},
+        "apart": [{"module": a.name, "parts": list(a.parts), "reason": a.reason} for a in plan.apart],
         "passed_through": list(plan.passed),
         "notes": [{"module": module, "text": note} for module, note in result.notes],
     }
@@ -162,13 +193,21 @@ def _planned(tensors: Mapping[str, Any], m: Module) -> dict[str, Any]:
         "k": q.k,
         "experts": q.experts,
         "group": q.group,
+        "parts": [linear.name for linear in m.linears] if m.grouped else [],
         "nbytes_in": sum(tensors[t].nbytes for t in m.members),
         "nbytes_out": m.nbytes,
     }
 
 
+@data.register
+def _(error: WarptileError) -> dict[str, Any]:
+    said = {key: getattr(error, key) for key in ("file", "tensor", "what", "found", "need", "do")}
+    return {"line": str(error), **{key: None if value is None else str(value) for key, value in said.items()}}
+
+
 @text.register
 def _(contents: Contents) -> str:
+    grouped = any(x.parts for x in contents.linears)
     rows = [
         (
             x.name,
@@ -179,12 +218,14 @@ def _(contents: Contents) -> str:
             x.scale,
             " ".join(part for part in ("zero", "perm", "bias") if getattr(x, part)),
             size(x.nbytes),
+            *([_holds(x.name, x.parts) if x.parts else ""] if grouped else []),
         )
         for x in contents.linears
     ]
     what = "layout" if contents.kind == "artifact" else "source"
     lines = [printable(f"{contents.path}: {contents.kind}, {_count(len(rows), 'quantised module')}")]
-    lines += table(("module", what, "element", "out x in", "group", "scales", "with", "size"), rows) if rows else []
+    head = ("module", what, "element", "out x in", "group", "scales", "with", "size")
+    lines += table((*head, "parts") if grouped else head, rows) if rows else []
     refused: dict[str, list[str]] = defaultdict(list)
     for x in contents.linears:
         for layout, reason in x.refusals.items():
@@ -199,7 +240,9 @@ def _(contents: Contents) -> dict[str, Any]:
     return {
         "path": str(contents.path),
         "kind": contents.kind,
-        "modules": {x.name: {**vars(x), "refusals": dict(x.refusals)} for x in contents.linears},
+        "modules": {
+            x.name: {**vars(x), "refusals": dict(x.refusals), "parts": list(x.parts)} for x in contents.linears
+        },
         "others": {dtype: {"tensors": c, "nbytes": b} for dtype, (c, b) in contents.others.items()},
         "notes": [{"module": module, "text": note} for module, note in contents.notes],
     }

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,15 @@ def counted(data: Source, advance: Callable[[int], None]) -> Source:
 
 def parse_size(text: str | int) -> int:
     """``"5GB"``, ``"200MiB"``, ``"1000"`` -> bytes; decimal and binary units as they are written."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)", str(text).strip(), re.ASCII)
     unit = match and UNITS.get(match[2].upper())
-    if not match or unit is None or float(match[1]) * unit < 1:
-        raise UsageError(f"{text!r} is not a size", need="a number of bytes, or one with KB, MB, GB, KiB, MiB, GiB")
-    return int(float(match[1]) * unit)
+    if not match or unit is None:
+        units = ", ".join(("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB"))
+        raise UsageError(f"--max-shard-size {str(text)[:40]!r} is not a size", need=f"bytes, or a number with {units}")
+    size = int(Fraction(match[1]) * unit)
+    if size < 1:
+        raise UsageError(f"--max-shard-size {text} leaves no room for a byte", need="1 byte or more")
+    return size
 
 
 def assign(sizes: Sequence[int], limit: int) -> list[range]:

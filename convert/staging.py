@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..formats.container import OTHER_WEIGHTS, WEIGHTS, rebuilder
+from ..formats.container import OTHER_WEIGHTS, WEIGHTS, is_model, rebuilder
 from ..formats.errors import UsageError, WarptileError
 from . import manifest
 from .manifest import sync
@@ -36,8 +36,12 @@ def default_destination(src: Path, ending: str) -> Path:
     return src.with_name(f"{src.name}-{ending}") if src.is_dir() else src.with_name(f"{src.stem}-{ending}{WEIGHTS}")
 
 
-def check_paths(src: Path, dst: Path, *, overwrite: bool) -> None:
+def check_paths(src: Path, dst: Path, *, overwrite: bool, artifact: bool) -> None:
     """Refuse, before anything is read or written, a pair of paths that cannot end well.
+
+    Args:
+        overwrite: what stands at DST may be replaced, if it is such as is written there.
+        artifact: that is an artifact; else any model.
 
     Raises:
         UsageError: SRC and DST are one place by any path, one lies inside the other, or DST is of a kind not written.
@@ -62,18 +66,23 @@ def check_paths(src: Path, dst: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise WarptileError("already exists", file=dst, do="name another destination, or give --overwrite")
-    if dst.is_file() and not is_file(dst):
+    if not _may_be_replaced(dst, artifact):
         raise WarptileError(
-            "an ordinary file is not a checkpoint, so it is not replaced",
+            f"what is there is not {'an artifact' if artifact else 'a model'}, so it is not replaced",
             file=dst,
             do="remove it yourself, or name another destination",
         )
-    if dst.is_dir() and any(dst.iterdir()) and not any(dst.glob(f"*{WEIGHTS}")):
-        raise WarptileError(
-            "a directory without any .safetensors is not a checkpoint, so it is not replaced",
-            file=dst,
-            do="remove it yourself, or name another destination",
-        )
+
+
+def _may_be_replaced(dst: Path, artifact: bool) -> bool:
+    """Whether what stands there is such as is written there: readable weights and no directories, or nothing at all."""
+    if not dst.is_dir():
+        return is_model(dst, artifact=artifact)
+    inside = list(dst.iterdir())
+    weights = [file for file in inside if file.suffix.lower() in (WEIGHTS, *OTHER_WEIGHTS)]
+    if any(file.is_dir() for file in inside) or (inside and not weights):
+        return False
+    return all(is_model(file, artifact=artifact) for file in weights)
 
 
 def check_space(dst: Path, need: int) -> None:
@@ -132,6 +141,7 @@ def _locked(partial: Path, dst: Path) -> int:
         partial.mkdir(exist_ok=True)
         path = partial / ".lock"
         try:
+            _refuse_strangers(partial, dst)
             lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
         except FileNotFoundError:  # its owner finished between the two lines
             continue
@@ -148,6 +158,19 @@ def _locked(partial: Path, dst: Path) -> int:
         if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
             return lock
         os.close(lock)
+
+
+def _refuse_strangers(partial: Path, dst: Path) -> None:
+    """Raise WarptileError when a staging directory holds what ``staged`` (or NFS, of it) has never put there."""
+    own = (".lock", ".replaced", manifest.DIRECTORY, dst.name)
+    for file in partial.iterdir():
+        if file.name not in own and not file.name.startswith((manifest.TEMPORARY, f"{dst.name}.", ".nfs")):
+            raise WarptileError(
+                "not a directory that this program made, and it needs the name",
+                file=partial,
+                found=file.name,
+                do="move it, or name another destination",
+            )
 
 
 def _clear(partial: Path, dst: Path, key: str | None) -> None:

@@ -29,7 +29,7 @@ class Unpacked:
     dst: Path
     files: tuple[str, ...]
     restored: int
-    """Modules given back to their source format."""
+    """Linears given back to their source format."""
     passed_through: int
     nbytes: int
 
@@ -45,26 +45,27 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
         WarptileError: as ``convert``; nothing is left at ``dst`` then.
     """
     path, dst = Path(path), Path(dst)
-    check_paths(path, dst, overwrite=overwrite)
+    check_paths(path, dst, overwrite=overwrite, artifact=False)
     artifact = open_artifact(path, layouts())
     files = origin.files(artifact)
     if is_file(dst):
         whole = tuple(t for file in files.values() for t in file.tensors)
         files = {dst.name: origin.File(artifact.source_metadata, whole)}
     total = sum(_stored(artifact, t).nbytes for file in files.values() for t in file.tensors)
-    check_space(dst, total)
-    promised: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in artifact.modules}
+    side_files = () if is_file(dst) else artifact.checkpoint.side_files
+    check_space(dst, total + sum(file.stat().st_size for file in side_files))
+    promised: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in artifact.parts}
     for tensor in (t for file in files.values() for t in file.tensors):
-        if tensor.module is not None:
+        if tensor.linear is not None:
             stored = _stored(artifact, tensor)
-            promised[tensor.module][stored.name] = stored.dtype, stored.shape
+            promised[tensor.linear][stored.name] = stored.dtype, stored.shape
     batches = {name: out.Batch(partial(origin.restored, artifact, name, promised[name])) for name in promised}
     with staged(dst) as product, closing(Progress(total, "unpacking", quiet)) as progress:
         shards = [_shard(artifact, name, file, batches, progress.advance) for name, file in files.items()]
         rebuild = rebuilder(dst)
         if rebuild is not None:
             rebuild(product, artifact.checkpoint, shards[0].entries)
-            return Unpacked(dst, tuple(files), len(artifact.modules), len(artifact.passthrough), total)
+            return Unpacked(dst, tuple(files), len(artifact.parts), len(artifact.passthrough), total)
         for shard in shards:
             write_safetensors(product if is_file(dst) else product / shard.file, shard.entries, shard.metadata)
         if not is_file(dst):
@@ -73,8 +74,8 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
             config = origin.restored_config(artifact.checkpoint)
             if config is not None:
                 out.write_bytes(product / CONFIG, config)
-            out.copy_side_files(artifact.checkpoint.side_files, product)
-    return Unpacked(dst, tuple(files), len(artifact.modules), len(artifact.passthrough), total)
+            out.copy_side_files(side_files, product)
+    return Unpacked(dst, tuple(files), len(artifact.parts), len(artifact.passthrough), total)
 
 
 def _stored(artifact: Artifact, tensor: origin.Origin) -> out.Stored:
@@ -90,9 +91,9 @@ def _shard(
     entries = []
     for tensor in file.tensors:
         stored = _stored(artifact, tensor)
-        if tensor.module is None:
+        if tensor.linear is None:
             data = out.copied(artifact.checkpoint.tensors[tensor.name])
         else:
-            data = batches[tensor.module].tensor(stored)
+            data = batches[tensor.linear].tensor(stored)
         entries.append(Entry(stored.name, stored.dtype, stored.shape, out.counted(data, advance)))
     return out.Shard(name, tuple(entries), file.metadata)

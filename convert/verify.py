@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from numpy.typing import NDArray
+
 from ..formats import sources
-from ..formats.artifact import NARROW, Artifact, open_artifact
-from ..formats.canonical import ELEMENTS, QuantTensor
+from ..formats.artifact import Artifact, open_artifact, view
+from ..formats.canonical import QuantTensor
 from ..formats.container import CONFIG, Checkpoint, companion, open_checkpoint
 from ..formats.errors import VerifyError
 from ..formats.options import Options
-from ..formats.stream import Pieces, recoded, streamed
+from ..formats.parts import NARROW, Part, expert_of, parts
+from ..formats.stream import Pieces, whole
 from ..kernels import layouts
 from . import compare, origin
 from .jobs import open_stream, threads
 from .progress import Progress
+
+Array = NDArray[Any]
+Spec = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,19 +66,21 @@ def verify(
                 _passed(progress, artifact.checkpoint, artifact.names(name))
             return Verified(Path(path), None, len(artifact.modules), len(artifact.passthrough))
         source = open_checkpoint(Path(against), Options(**(origin.options(artifact.checkpoint) | options)))
-        readers = {name: artifact.modules[name]["source"]["format"] for name in artifact.modules}
-        for name in artifact.modules:
-            origin.reader(artifact, name)
-        claimed = {reader: sources()[reader].modules(source) for reader in dict.fromkeys(readers.values())}
+        for linear in artifact.parts:
+            origin.reader(artifact, linear)
+        readers = dict.fromkeys(part.reader for part in artifact.parts.values())
+        claimed = {reader: sources()[reader].modules(source) for reader in readers}
         consumed: set[str] = set()
-        for name, reader in readers.items():
-            if name not in claimed[reader]:
-                raise VerifyError("the source has no such module", file=source.path, tensor=name)
+        for name, spec in artifact.modules.items():
             _repack(artifact, name, pool)
-            _compare_module(artifact, source, name, reader, pool)
-            consumed.update(claimed[reader][name])
-            for member in claimed[reader][name]:
-                source.tensors[member].release()
+            for part in parts(name, spec):
+                if part.name not in claimed[part.reader]:
+                    raise VerifyError("the source has no such module", file=source.path, tensor=part.name)
+                members = claimed[part.reader][part.name]
+                _compare(artifact, source, part, pool)
+                consumed.update(members)
+                for member in members:
+                    source.tensors[member].release()
             _passed(progress, artifact.checkpoint, artifact.names(name))
         for name in artifact.passthrough:
             if name not in source.tensors:
@@ -118,46 +127,48 @@ def _passed(progress: Progress, checkpoint: Checkpoint, names: Iterable[str]) ->
 
 
 def _repack(artifact: Artifact, name: str, pool: Executor) -> None:
-    """Raise VerifyError unless packing what a module unpacks to gives its very spec and bytes."""
-    spec = artifact.modules[name]
-    layout, stored = layouts()[spec["layout"]], artifact.tensors(name)
-    if hasattr(layout, "stream"):
-        packed, again = layout.stream(layout.view(stored, spec))
-    else:
-        packed, again = layout.pack(layout.unpack(stored, spec))
-    for key, value in again.items():
+    """Raise VerifyError unless packing what a module unpacks to gives its very spec and bytes, expert by expert; and
+    for a widened code that the narrow element of its linear does not have."""
+    spec, stored = artifact.modules[name], artifact.tensors(name)
+    layout = layouts()[spec["layout"]]
+    if spec["experts"] is None:
+        _repack_one(artifact, layout, name, stored, spec, pool)
+    for expert in range(spec["experts"] or 0):
+        _repack_one(artifact, layout, f"{name} expert {expert}", *expert_of(layout, spec, stored, expert), pool)
+    for part in parts(name, spec):
+        if NARROW in part.source:
+            codes = artifact.stream(part.name, in_range=False)
+            compare.codes_of_element(f"{part.name} codes", artifact.checkpoint.path, codes, pool)
+
+
+def _repack_one(
+    artifact: Artifact, layout: ModuleType, name: str, stored: Mapping[str, Array], spec: Spec, pool: Executor
+) -> None:
+    again = view(layout, stored, spec)
+    packed, found = layout.stream(again) if hasattr(layout, "stream") else layout.pack(whole(again))
+    for key, value in found.items():
         if spec.get(key) != value:
             raise VerifyError(
                 "the spec is not that of its tensors", tensor=name, found=f"{key} = {spec.get(key)}", need=value
             )
     for suffix, need in packed.items():
-        where, found = f"{name}.{suffix}", stored[suffix]
+        where, held = f"{name}.{suffix}", stored[suffix]
         if isinstance(need, Pieces):
-            compare.same_pieces(where, artifact.checkpoint.path, found, need, pool)
+            compare.same_pieces(where, artifact.checkpoint.path, held, need, pool)
         else:
-            compare.same(where, artifact.checkpoint.path, found, need)
-    _check_range(artifact, name, pool)
+            compare.same(where, artifact.checkpoint.path, held, need)
 
 
-def _check_range(artifact: Artifact, name: str, pool: Executor) -> None:
-    """Raise VerifyError for a widened code that the narrow element does not have."""
-    spec = artifact.modules[name]
-    narrow = spec["source"].get(NARROW)
-    if narrow is not None:
-        layout, stored = layouts()[spec["layout"]], artifact.tensors(name)
-        wide = layout.view(stored, spec) if hasattr(layout, "view") else streamed(layout.unpack(stored, spec))
-        codes = recoded(wide, ELEMENTS[narrow])
-        compare.codes_of_element(f"{name} codes", artifact.checkpoint.path, codes, pool)
-
-
-def _compare_module(artifact: Artifact, source: Checkpoint, name: str, reader: str, pool: Executor) -> None:
-    ours, theirs = artifact.stream(name), open_stream(source, reader, name)
+def _compare(artifact: Artifact, source: Checkpoint, part: Part, pool: Executor) -> None:
+    """Raise VerifyError unless a linear is what its reader reads in the source."""
+    name = part.name
+    ours, theirs = artifact.stream(name), open_stream(source, part.reader, name)
     found, need = dict(_parts(ours.tensor)), dict(_parts(theirs.tensor))
-    for part in (*need, *(p for p in found if p not in need)):
-        where = f"{name} {part}"
-        if part not in found or part not in need:
+    for what in (*need, *(p for p in found if p not in need)):
+        where = f"{name} {what}"
+        if what not in found or what not in need:
             raise VerifyError("only one of the two has it", file=artifact.checkpoint.path, tensor=where)
-        compare.same(where, artifact.checkpoint.path, found[part], need[part])
+        compare.same(where, artifact.checkpoint.path, found[what], need[what])
     compare.same_codes(f"{name} codes", artifact.checkpoint.path, ours, theirs, pool)
 
 

@@ -188,19 +188,56 @@ def count_masked(codes: Array, mask: Any) -> int:
 
 
 @compiled
-def get_bits(blocks: Array, runs: Array, values: Array) -> None:
-    """uint8 [r, bytes] -> uint8 or uint16 [r, count], zero before; runs int64 [runs, 8] as ``gguf_blocks.Bits`` says:
-    (at, chunks, stride, slots, start, width, shift, first)."""
-    for r in range(blocks.shape[0]):
-        for j in range(runs.shape[0]):
-            at, chunks, stride, slots = runs[j, 0], runs[j, 1], runs[j, 2], runs[j, 3]
-            start, width, shift, first = runs[j, 4], runs[j, 5], runs[j, 6], runs[j, 7]
-            mask = (1 << width) - 1
-            for c in range(chunks):
-                stored = blocks[r, at + c * stride : at + (c + 1) * stride]
-                for s in range(slots):
-                    place = first + (c * slots + s) * stride
-                    part = values[r, place : place + stride]
-                    low = start + width * s
-                    for i in range(stride):
-                        part[i] |= ((stored[i] >> low) & mask) << shift
+def _eight(stored: Array, at: Any) -> Any:
+    """The 64 bits from byte ``at``, wherever that is: one load when compiled."""
+    value = np.uint64(stored[at])
+    for byte in range(1, 8):
+        value |= np.uint64(stored[at + np.uint64(byte)]) << np.uint64(8 * byte)
+    return value
+
+
+@compiled
+def move_bits(
+    stored: Array, steps: Array, offsets: Array, shifts: Array, masks: Array, flips: Array, out: Array
+) -> None:
+    """``moves.move`` with tables of ``moves.Moves`` whose factors are 1; offsets are from the first byte stored."""
+    terms, words = masks.shape[0], out.shape[4]
+    for a in range(out.shape[0]):
+        for b in range(out.shape[1]):
+            for c in range(out.shape[2]):
+                start = np.uint64(a) * steps[0] + np.uint64(b) * steps[1] + np.uint64(c) * steps[2]
+                for h in range(out.shape[3]):
+                    row, these = out[a, b, c, h], slice(h * words, (h + 1) * words)
+                    row[:] = flips[these]
+                    for t in range(terms):
+                        offset, shift, mask = offsets[t, these], shifts[t, these], masks[t, these]
+                        for w in range(words):
+                            row[w] ^= np.uint32(_eight(stored, start + offset[w]) >> shift[w]) & mask[w]
+
+
+@compiled
+def spread_bits(
+    stored: Array,
+    steps: Array,
+    offsets: Array,
+    shifts: Array,
+    froms: Array,
+    factors: Array,
+    masks: Array,
+    flips: Array,
+    out: Array,
+) -> None:
+    """``move_bits`` with factors."""
+    words = out.shape[4]
+    for a in range(out.shape[0]):
+        for b in range(out.shape[1]):
+            for c in range(out.shape[2]):
+                start = np.uint64(a) * steps[0] + np.uint64(b) * steps[1] + np.uint64(c) * steps[2]
+                for h in range(out.shape[3]):
+                    row, first = out[a, b, c, h], h * words
+                    row[:] = flips[first : first + words]
+                    for t in range(masks.shape[0]):
+                        for w in range(words):
+                            x = first + w
+                            bits = np.uint32(_eight(stored, start + offsets[t, x]) >> shifts[t, x]) & froms[t, x]
+                            row[w] ^= np.uint32(bits * factors[t, x]) & masks[t, x]

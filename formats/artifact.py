@@ -12,17 +12,19 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from numpy.typing import NDArray
 
 from . import strict_json
-from .canonical import ELEMENTS, QuantTensor
+from .canonical import QuantTensor
 from .container import ARTIFACT, Checkpoint, nbytes, open_checkpoint
 from .errors import CorruptError, UnsupportedError
+from .parts import NARROW, Part, expert_of, parts, unpacked
 from .spec import (
-    NARROW,
     RESIDUE,
     Layouts,
     Spec,
@@ -31,18 +33,21 @@ from .spec import (
     check_spec,
     check_tensors,
     denied,
+    grouped_spec,
     module_spec,
     stored,
 )
-from .stream import Stream, recoded, streamed, whole
+from .stream import Stream, streamed, whole
 from .strict_json import shown
 
 __all__ = [
     "NARROW",
+    "RESIDUE",
     "Artifact",
     "as_stored",
     "check_artifact",
     "config",
+    "grouped_spec",
     "is_artifact",
     "metadata",
     "module_spec",
@@ -82,41 +87,37 @@ class Artifact:
             f"{name}.{suffix}" for suffix in self.layouts[self.modules[name]["layout"]].expected(self.modules[name])
         ]
 
-    def quant(self, name: str) -> QuantTensor:
-        """The module in canonical form, as its source's reader gave it. KeyError for an unknown name.
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """Every linear of the source that was converted, by its name there; in the order of the modules."""
+        return {part.name: part for name, spec in self.modules.items() for part in parts(name, spec)}
 
-        Raises CorruptError: a widened code that its narrow element does not have.
+    def quant(self, name: str) -> QuantTensor:
+        """A linear of the source in canonical form, as its reader gave it; or a module of several as it is stored.
+
+        KeyError for an unknown name. Raises CorruptError as ``parts.unpacked``.
         """
         return whole(self.stream(name))
 
-    def stream(self, name: str) -> Stream:
-        """``quant``, its codes by the slab; slabs raise CorruptError."""
-        spec = self.modules[name]
-        layout, tensors = self.layouts[spec["layout"]], self.tensors(name)
-        found = layout.view(tensors, spec) if hasattr(layout, "view") else streamed(layout.unpack(tensors, spec))
-        source = dict(spec["source"])
-        narrow = source.pop(NARROW, None)
-        if narrow is not None:
-            found = self._narrowed(name, recoded(found, ELEMENTS[narrow]))
-        kept = {s: self.checkpoint.tensors[f"{name}.{RESIDUE}{s}"].array() for s in spec.get("residue", ())}
-        return replace(found, tensor=replace(found.tensor, source=source, residue=kept))
+    def stream(self, name: str, *, in_range: bool = True) -> Stream:
+        """``quant``, its codes by the slab; slabs raise CorruptError, unless codes need not be ``in_range``."""
+        part = self.parts.get(name)
+        module = name if part is None else part.module
+        spec, tensors = self.modules[module], self.tensors(module)
+        layout = self.layouts[spec["layout"]]
+        if part is None:
+            return view(layout, tensors, spec)
+        if part.expert is not None:
+            tensors, spec = expert_of(layout, spec, tensors, part.expert)
+        mine = (suffix for suffix in spec.get("residue", ()) if suffix.startswith(part.prefix))
+        kept = {s: self.checkpoint.tensors[f"{module}.{RESIDUE}{s}"].array() for s in mine}
+        return unpacked(view(layout, tensors, spec), part, self.checkpoint.path, kept, in_range=in_range)
 
-    def _narrowed(self, name: str, stream: Stream) -> Stream:
-        element = stream.tensor.element
 
-        def slab(expert: int, rows: slice, columns: slice) -> Array:
-            codes = stream.slab(expert, rows, columns)
-            if int(codes.max(initial=0)) >= 2**element.bits:
-                raise CorruptError(
-                    "a code is out of range",
-                    file=self.checkpoint.path,
-                    tensor=name,
-                    found=int(codes.max()),
-                    need=f"< {2**element.bits}, as {element.name}",
-                )
-            return codes
-
-        return replace(stream, slab=slab)
+def view(layout: ModuleType, tensors: Mapping[str, Array], spec: Spec) -> Stream:
+    """What a layout packed, its codes by the slab where the layout can."""
+    stream: Stream = layout.view(tensors, spec) if hasattr(layout, "view") else streamed(layout.unpack(tensors, spec))
+    return stream
 
 
 def is_artifact(checkpoint: Checkpoint) -> bool:
@@ -181,6 +182,7 @@ def check_artifact(checkpoint: Checkpoint, layouts: Layouts) -> Artifact:
                 )
             owner[tensor] = name
         check_perm(checkpoint, name, spec)
+    _check_parts(checkpoint, modules)
     rest = tuple(name for name in checkpoint.tensors if name not in owner)
     for name in rest:
         module, inside, _ = name.partition(f".{RESIDUE}")
@@ -193,6 +195,19 @@ def check_artifact(checkpoint: Checkpoint, layouts: Layouts) -> Artifact:
     quantization = {**_ours(checkpoint), "source": _source_text(checkpoint, "source_quantization")}
     checkpoint = replace(checkpoint, quantization=quantization)
     return Artifact(checkpoint, modules, rest, source, layouts)
+
+
+def _check_parts(checkpoint: Checkpoint, modules: Mapping[str, Spec]) -> None:
+    """Raise CorruptError for a linear that is stored twice, or called like a module it is not."""
+    seen: dict[str, str] = {}
+    for module, spec in modules.items():
+        for part in parts(module, spec):
+            if part.name in seen or (part.name in modules and not part.alone):
+                where = f"{seen.get(part.name, part.name)}, {module}"
+                raise CorruptError(
+                    "a linear is in two modules", file=checkpoint.path, tensor=shown(part.name), found=shown(where)
+                )
+            seen[part.name] = module
 
 
 def _ours(checkpoint: Checkpoint) -> dict[str, Any]:

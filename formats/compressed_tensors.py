@@ -183,7 +183,9 @@ def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     if "weight_packed" in members:
         n, k = extents(members["weight_packed"], members["weight_shape"])
         by = "--bits" if "bits" in label.switched else "the label"
-        bits, stream = streams.decide(members["weight_packed"], k, label.bits, by, label.version)
+        points = members.get("weight_zero_point")
+        column = None if points is None or len(points.shape) != 2 else (n, points.shape[0])
+        bits, stream = streams.decide(members["weight_packed"], k, label.bits, by, label.version, column)
     else:
         n, k = members["weight"].shape
     if "bias" in members:

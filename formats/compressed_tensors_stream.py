@@ -29,8 +29,10 @@ def words(count: int, bits: int, stream: str) -> int:
     return -(-count * bits // 32) if stream == DENSE else -(-count // (32 // bits))
 
 
-def decide(packed: Tensor, k: int, said: int | None, by: str, version: str) -> tuple[int, str]:
-    """(bits, stream) of ``packed`` [n, w] with k codes a row.
+def decide(
+    packed: Tensor, k: int, said: int | None, by: str, version: str, zeros: tuple[int, int] | None = None
+) -> tuple[int, str]:
+    """(bits, stream) of ``packed`` [n, w] with k codes a row; ``zeros``: (codes, words) of a column of zero points.
 
     ``said`` are the bits that a switch or the label gives, ``by`` is which of them, ``version`` the writer's.
 
@@ -60,7 +62,11 @@ def decide(packed: Tensor, k: int, said: int | None, by: str, version: str) -> t
         )  # fmt: skip
     bits = possible[0] if said is None else said
     streams = {s for b, s in fitting if b == bits}
-    if DENSE in streams and (32 % bits == 0 or k * bits <= 32 or len(streams) == 1):
+    longest = k
+    if zeros is not None:
+        streams = {s for s in streams if words(zeros[0], bits, s) == zeros[1]} or streams
+        longest = max(k, zeros[0])
+    if DENSE in streams and (32 % bits == 0 or longest * bits <= 32 or len(streams) == 1):
         return bits, DENSE
     if len(streams) == 1:
         return bits, WORDWISE

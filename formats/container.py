@@ -36,6 +36,7 @@ __all__ = [
     "Tensor",
     "companion",
     "dtype_name",
+    "is_model",
     "nbytes",
     "open_checkpoint",
     "rebuilder",
@@ -126,6 +127,9 @@ def open_checkpoint(path: str | os.PathLike[str], options: Options | None = None
             raise UnsupportedError("JSON holds no weights", file=path, do="give the directory it lies in")
         if path.suffix.lower() in PICKLES:
             raise UnsupportedError("not safetensors", file=path, do=PICKLE_ADVICE)
+        if path.suffix.lower() != WEIGHTS and not is_model(path):
+            kinds = ", ".join((WEIGHTS, *READERS))
+            raise UnsupportedError("no model", file=path, need=f"a file of {kinds}, or a directory of {WEIGHTS} files")
         _add(checkpoint, path)
         if ARTIFACT not in checkpoint.metadata:
             _configure_file(checkpoint)
@@ -353,7 +357,7 @@ def _configure_file(checkpoint: Checkpoint) -> None:
     if index is not None:
         belongs = file.name in _weight_map(file.parent, index).values()
     else:
-        belongs = all(_is_artifact(file.parent / name) for name in others)
+        belongs = all(is_model(file.parent / name, artifact=True) for name in others)
     if belongs:
         _configure(checkpoint, file.parent, listing)
         checkpoint.note("", f"read beside the file: {', '.join(configs)}")
@@ -361,9 +365,15 @@ def _configure_file(checkpoint: Checkpoint) -> None:
         checkpoint.note("", f"beside other weights, so not known to be this file's and not read: {', '.join(configs)}")
 
 
-def _is_artifact(file: Path) -> bool:
+def is_model(file: Path, *, artifact: bool = False) -> bool:
+    """Whether a file's header reads as that of weights, or of an artifact."""
+    reader = READERS.get(file.suffix.lower())
     try:
-        return ARTIFACT in read_header(file)[1]
+        if reader is not None:
+            import_module(f".{reader}", __package__).fill(Checkpoint(file, {}))
+            return not artifact
+        _, metadata = read_header(file)
+        return ARTIFACT in metadata or not artifact
     except WarptileError:
         return False
 

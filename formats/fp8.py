@@ -30,7 +30,8 @@ from .bits import count_masked
 from .canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape, per_shard
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
-from .stream import STEP, Stream, hollow, whole
+from .moves import BYTES
+from .stream import STEP, Blocks, Stream, hollow, whole
 
 Array = NDArray[Any]
 
@@ -199,7 +200,8 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
         source=parts.source,
         residue=residue,
     )
-    return Stream(q, slab, along=0)
+    everything = slice(0, parts.weight.shape[-1])
+    return Stream(q, slab, along=0, blocks=Blocks(BYTES, lambda expert, rows: slab(expert, rows, everything)))
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:

@@ -27,9 +27,9 @@ from . import checks
 from .canonical import ELEMENTS, Level, Outline, QuantTensor
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
-from .gguf_blocks import BLOCK_TYPES, BlockType, pack, unpack_codes, unpack_factors
+from .gguf_blocks import BLOCK_TYPES, BlockType, code_fields, pack, unpack_codes, unpack_factors
 from .gguf_file import UNDO, types
-from .stream import Stream, hollow, whole
+from .stream import Blocks, Stream, hollow, whole
 
 Array = NDArray[Any]
 
@@ -131,13 +131,19 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
     )
     order = _logical_rows(p.n, p.source["heads"]) if "heads" in p.source else None
 
+    def stored_rows(expert: int, rows: slice) -> Array:
+        stored: Array = (data if p.lead else data[None])[expert][rows if order is None else order[rows]]
+        return stored
+
     def slab(expert: int, rows: slice, columns: slice) -> Array:
-        stored = (data if p.lead else data[None])[expert][rows if order is None else order[rows]]
+        stored = stored_rows(expert, rows)
         first, last = columns.start // p.kind.size, -(-columns.stop // p.kind.size)
         codes = unpack_codes(p.kind, stored[:, first * p.kind.nbytes : last * p.kind.nbytes])
         return codes[:, columns.start - first * p.kind.size :][:, : columns.stop - columns.start]
 
-    return Stream(q if order is None else _in_order(q, order), slab, along=0)
+    fields = code_fields(p.kind)
+    blocks = None if fields is None else Blocks(fields, stored_rows)
+    return Stream(q if order is None else _in_order(q, order), slab, along=0, blocks=blocks)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:

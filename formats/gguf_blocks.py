@@ -20,10 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .bits import loops, plain
+from .bits import loops
 from .canonical import ELEMENTS, SCALE_DTYPES, Element, Level
+from .moves import Fields, extraction, guarded, move
+from .stream import steps
 
 Array = NDArray[Any]
+
+TOGETHER = 32
+"""The most blocks of a row that are read at once."""
+ORIGIN = np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True)
@@ -43,20 +49,19 @@ class Bits:
     count: int = 0
     """Values in the run; 0: all."""
 
-    def numbers(self, count: int) -> tuple[int, ...]:
-        """The run among ``count`` values as the compiled loop takes it: (at, chunks, stride, slots, start, ..)."""
-        slots = self.slots or 8 // self.width
-        chunks = (self.count or count) // (self.stride * slots)
-        return self.at, chunks, self.stride, slots, self.start, self.width, self.shift, self.first
-
     def runs(self, blocks: Array, values: Array) -> list[tuple[Array, Array, int]]:
         """(bytes, values, lowest bit) of each slot: views of blocks [.., nbytes] and values [.., count]."""
-        _, chunks, _, slots, *_ = self.numbers(values.shape[-1])
+        slots = self.slots or 8 // self.width
+        chunks = (self.count or values.shape[-1]) // (self.stride * slots)
         stored = blocks[..., self.at : self.at + chunks * self.stride]
         stored = stored.reshape(*stored.shape[:-1], chunks, self.stride)
         part = values[..., self.first : self.first + chunks * slots * self.stride]
         part = part.reshape(*values.shape[:-1], chunks, slots, self.stride)
         return [(stored, part[..., s, :], self.start + self.width * s) for s in range(slots)]
+
+
+Wanted = tuple[tuple[Bits, ...], int, DTypeLike]
+"""(runs, values of a block, type of a value)"""
 
 
 @dataclass(frozen=True)
@@ -151,24 +156,41 @@ def element(kind: BlockType) -> Element:
     return ELEMENTS[kind.element]
 
 
+@cache
+def fields(runs: tuple[Bits, ...], count: int, nbytes: int) -> Fields:
+    """The runs of ``count`` values in a block as one table: runs of their bits' numbers, read as every value is."""
+    width = max(run.shift + run.width for run in runs)
+    numbers, table = np.arange(8 * nbytes).reshape(nbytes, 8), np.empty((count, width), np.int64)
+    for j in range(width):
+        for run in runs:
+            if run.shift <= j < run.shift + run.width:
+                for stored, part, start in run.runs(np.arange(nbytes), table[:, j]):
+                    part[...] = numbers[stored, start + j - run.shift]
+    return Fields(nbytes, tuple(tuple(bits) for bits in table.tolist()))
+
+
+def code_fields(kind: BlockType) -> Fields | None:
+    """Where the bits of a block's codes stand; None with a codebook, whose codes do not stand there."""
+    return None if kind.signs else fields(kind.codes, kind.size, kind.nbytes)
+
+
 def unpack_codes(kind: BlockType, data: Array) -> Array:
     """Rows of blocks uint8 [.., n, bytes] -> codes uint8 [.., n, k]."""
     blocks = data.reshape(*data.shape[:-1], -1, kind.nbytes)
     if not kind.signs:
-        return _unblocked(_get(kind.codes, blocks, kind.size))
-    indices = _get(kind.codes, blocks, kind.size // 4, np.uint16)
-    codes = _codebook()[indices].reshape(*indices.shape[:-1], kind.size)
-    return _unblocked(codes | _get(kind.signs, blocks, kind.size) << 3)
+        (codes,) = _get([(kind.codes, kind.size, np.uint8)], blocks)
+        return _unblocked(codes)
+    indices, signs = _get([(kind.codes, kind.size // 4, np.uint16), (kind.signs, kind.size, np.uint8)], blocks)
+    return _unblocked(_codebook()[indices].reshape(signs.shape) | signs << 3)
 
 
 def unpack_factors(kind: BlockType, data: Array) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
     """Rows of blocks uint8 [.., n, bytes] -> (scales, offsets), finest first."""
     blocks = data.reshape(*data.shape[:-1], -1, kind.nbytes)
-    scales, offsets = (
-        tuple(Level(_unblocked(_get_factor(f, blocks, kind.size)), (1, f.block)) for f in factors)
-        for factors in (kind.scales, kind.offsets)
-    )
-    return scales, offsets
+    factors = *kind.scales, *kind.offsets
+    stored = _get([_wanted(factor, kind.size) for factor in factors], blocks)
+    levels = [Level(_unblocked(_factor(f, s)), (1, f.block)) for f, s in zip(factors, stored, strict=True)]
+    return tuple(levels[: len(kind.scales)]), tuple(levels[len(kind.scales) :])
 
 
 def pack(kind: BlockType, codes: Array, scales: Sequence[Level], offsets: Sequence[Level]) -> Array:
@@ -193,17 +215,30 @@ def _unblocked(values: Array) -> Array:
     return values.reshape(*values.shape[:-2], -1)
 
 
-def _get(runs: tuple[Bits, ...], blocks: Array, count: int, dtype: DTypeLike = np.uint8) -> Array:
-    values = np.zeros((*blocks.shape[:-1], count), dtype)
-    fast = loops(values.size)
-    if fast is not None:
-        table = np.array([run.numbers(count) for run in runs])
-        fast.get_bits(plain(blocks).reshape(-1, blocks.shape[-1]), table, values.reshape(-1, count))
-        return values
-    for run in runs:
-        for stored, part, start in run.runs(blocks, values):
-            part |= (stored >> start & 2**run.width - 1).astype(dtype) << run.shift
-    return values
+def _get(wanted: Sequence[Wanted], blocks: Array) -> list[Array]:
+    """Values of blocks uint8 [.., in row, nbytes], each [.., in row, count]."""
+    in_row, nbytes = blocks.shape[-2:]
+    out = [np.zeros((*blocks.shape[:-1], count), dtype) for _, count, dtype in wanted]
+    fast, together = loops(sum(values.size for values in out)), _together(in_row)
+    if fast is not None and all(together * v.shape[-1] * v.itemsize % 4 == 0 for v in out):
+        rows = blocks.reshape(-1, in_row * nbytes)
+        cells = [v.reshape(-1).view(np.uint32).reshape(len(rows), 1, in_row // together, 1, -1) for v in out]
+        for run in steps(len(rows), 1, in_row * nbytes):
+            stored = guarded(rows[run])
+            for (runs, count, dtype), words in zip(wanted, cells, strict=True):
+                table = extraction(fields(runs, count, nbytes), np.dtype(dtype).itemsize, together)
+                move(fast, table, stored, ORIGIN, (in_row * nbytes, 0, together * nbytes), words[run])
+        return out
+    for (runs, _, dtype), values in zip(wanted, out, strict=True):
+        for piece in runs:
+            for stored, part, start in piece.runs(blocks, values):
+                part |= (stored >> start & 2**piece.width - 1).astype(dtype) << piece.shift
+    return out
+
+
+def _together(in_row: int) -> int:
+    """Blocks of a row that are read at once: of the numbers that divide the row's, the largest that is small."""
+    return max(count for count in range(1, TOGETHER + 1) if in_row % count == 0)
 
 
 def _put(runs: tuple[Bits, ...], blocks: Array, values: Array) -> None:
@@ -212,18 +247,22 @@ def _put(runs: tuple[Bits, ...], blocks: Array, values: Array) -> None:
             stored |= (part >> run.shift & 2**run.width - 1).astype(np.uint8) << start
 
 
-def _get_factor(factor: Factor, blocks: Array, size: int) -> Array:
-    dtype, count = SCALE_DTYPES[factor.dtype], size // factor.block
-    if factor.bits:
-        stored = _get(factor.bits, blocks, count)
-    else:
-        whole = blocks[..., factor.at : factor.at + count * dtype.itemsize]
-        stored = np.ascontiguousarray(whole).view(dtype)
+def _wanted(factor: Factor, size: int) -> Wanted:
+    """The factors of a block of ``size`` weights: those of a few bits as numbers, others as bytes."""
+    count = size // factor.block
+    length = count * SCALE_DTYPES[factor.dtype].itemsize
+    return (factor.bits, count, np.uint8) if factor.bits else ((Bits(factor.at, 8, length),), length, np.uint8)
+
+
+def _factor(factor: Factor, stored: Array) -> Array:
+    """Factors as numbers, from what ``_wanted`` gave."""
+    dtype = SCALE_DTYPES[factor.dtype]
+    values = stored if factor.bits else stored.view(dtype)
     if (factor.times, factor.plus) == (1, 0):
-        return stored
+        return values
     if dtype.kind == "f":
-        return np.negative(stored)
-    return (stored.astype(np.int16) * factor.times + factor.plus).astype(dtype)
+        return np.negative(values)
+    return (values.astype(np.int16) * factor.times + factor.plus).astype(dtype)
 
 
 def _put_factor(factor: Factor, blocks: Array, values: Array) -> None:

@@ -26,7 +26,7 @@ from .container import Checkpoint, check_inside, companion
 from .errors import CorruptError, UnsupportedError, WarptileError
 from .gguf_header import MAGIC, Header, Info, padded, read_header, type_sizes
 from .safetensors_file import Entry, write_stream
-from .tensor import State, Tensor, nbytes
+from .tensor import State, Tensor, check_state, nbytes
 
 METHOD = "gguf"
 KEY_VALUES = ".gguf-kv"
@@ -145,6 +145,7 @@ def _key_values(path: Path, header: Header) -> bytes:
     start = min((at for at, _ in spans), default=0)
     try:
         with open(path, "rb") as f:
+            check_state(f, header.state, path)
             f.seek(start)
             data = f.read(max((end for _, end in spans), default=0) - start)
     except OSError as e:

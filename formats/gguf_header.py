@@ -107,9 +107,10 @@ def read_header(path: Path) -> Header:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UnsupportedError("not a regular file", file=path, need="a .gguf file")
         with open(path, "rb") as f:
+            now = state(f)
             _check_head(path, f.read(HEAD))
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return replace(parse_header(path, data), state=state(f))
+                return replace(parse_header(path, data), state=now)
     except (OSError, ValueError) as e:
         raise WarptileError("cannot be read", file=path, found=getattr(e, "strerror", None) or e) from None
 

@@ -138,7 +138,7 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
     p = _parts(checkpoint, module)
     scales, nan = p.scale.array().view(np.uint8), _is_nan(p.scale)
     if not nan.any():
-        return Stream(p.tensor(Level(scales.view(E8M0), (1, GROUP))), p.slab, along=0)
+        return p.stream(Level(scales.view(E8M0), (1, GROUP)))
     if not checkpoint.options.nan:
         checks.refuse_any(
             p.scale, nan, "scales of 255 are NaN", "0 to 254", "--nan zero reads the weights under them as zeros"

@@ -14,7 +14,8 @@ from .bits import split_nibbles
 from .canonical import ELEMENTS, Level, QuantTensor
 from .container import Tensor
 from .errors import CorruptError
-from .stream import hollow
+from .moves import NIBBLES
+from .stream import Blocks, Stream, hollow
 
 Array = NDArray[Any]
 
@@ -46,11 +47,18 @@ class Parts:
         """The kept tensors as an ``Outline`` lists them."""
         return tuple((suffix, t.array().dtype, t.shape) for suffix, t in self.kept.items())
 
+    def rows(self, expert: int, rows: slice) -> Array:
+        """uint8 [rows, k / 2]."""
+        return self.packed.array().reshape(-1, self.n, self.k // 2)[expert, rows]
+
     def slab(self, expert: int, rows: slice, columns: slice) -> Array:
         """The codes of a rectangle, as a ``Stream`` gives them."""
-        stored = self.packed.array().reshape(-1, self.n, self.k // 2)[expert, rows]
-        codes = split_nibbles(stored[:, columns.start // 2 : -(-columns.stop // 2)])
+        codes = split_nibbles(self.rows(expert, rows)[:, columns.start // 2 : -(-columns.stop // 2)])
         return codes[:, columns.start % 2 :][:, : columns.stop - columns.start]
+
+    def stream(self, *scales: Level) -> Stream:
+        """The module with its codes as they are stored."""
+        return Stream(self.tensor(*scales), self.slab, along=0, blocks=Blocks(NIBBLES, self.rows))
 
     def codes_at(self, positions: Array) -> Array:
         """The codes at flat positions of [(E,) n, k]."""

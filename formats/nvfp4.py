@@ -125,7 +125,7 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
     scales = p.scale.array()
     wrong = scales.view(np.uint8) > LARGEST
     checks.refuse_any(p.scale, wrong, "block scales are NaN or negative", "bytes 0x00 to 0x7E")
-    return Stream(p.tensor(Level(scales, (1, GROUP)), factor), p.slab, along=0)
+    return p.stream(Level(scales, (1, GROUP)), factor)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:

@@ -25,7 +25,6 @@ class Options:
     nan: str | None = None
     """zero: read NaN codes as 0 instead of refusing them."""
     undo_rope_order: bool = False
-    stack_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.bits is not None and self.bits < 1:

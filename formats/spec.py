@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import strict_json
-from .canonical import ELEMENTS, SCALE_DTYPES, Element, widened
+from .canonical import ELEMENTS, SCALE_DTYPES
 from .container import Checkpoint
 from .errors import CorruptError, UnsupportedError
+from .parts import is_entries, is_source, misplaced
 from .strict_json import shown
 from .tensor import dtype_name
 
@@ -25,8 +26,6 @@ Array = NDArray[Any]
 Spec = dict[str, Any]
 Layouts = Mapping[str, ModuleType]
 
-NARROW = "narrow"
-"""Key of ``source``: the element whose codes ``--widen`` put into wider fields."""
 RESIDUE = "source."
 """Prefix of the suffixes under which source tensors are kept that nothing else determines."""
 
@@ -70,16 +69,26 @@ KEYS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "global": ("f32", _one_of("f32")),
     "shards": ("a list of sizes", _list(_size(1))),
     "row_order": ('"ggml_rope"', _one_of("ggml_rope")),
-    "source": ("an object with a format", lambda v: isinstance(v, dict) and _text(v.get("format"))),
+    "source": ("an object with a format", is_source),
+    "parts": ("a list of name, n, source, and what else a part has", is_entries),
     "residue": ("a list of suffixes", _list(_text)),
 }
-OURS = ("source", "residue")  # the keys that are not the layout's
+OURS = ("source", "parts", "residue")  # the keys that are not the layout's
 
 
 def module_spec(spec: Spec, source: Mapping[str, Any], residue: Iterable[tuple[str, Any, Any]] = ()) -> Spec:
     """A module's entry in the metadata: the layout's spec, the reader's ``source``, the suffixes of the residue."""
+    return _whole_spec(spec, {"source": dict(source)}, residue)
+
+
+def grouped_spec(spec: Spec, entries: Sequence[Spec], residue: Iterable[tuple[str, Any, Any]] = ()) -> Spec:
+    """The same of a module that holds several linears: ``entries`` as ``parts.entry`` makes them."""
+    return _whole_spec(spec, {"parts": list(entries)}, residue)
+
+
+def _whole_spec(spec: Spec, origin: Spec, residue: Iterable[tuple[str, Any, Any]]) -> Spec:
     kept = {"residue": sorted(suffix for suffix, *_ in residue)}
-    whole = {**spec, "source": dict(source), **(kept if kept["residue"] else {})}
+    whole = {**spec, **origin, **(kept if kept["residue"] else {})}
     for key, value in whole.items():
         assert KEYS[key][1](value), (key, value)
     return whole
@@ -116,8 +125,8 @@ def check_spec(file: Path, name: str, spec: object, layouts: Layouts) -> None:
             raise corrupt(key, "keys of version 1")
         if not KEYS[key][1](value):
             raise corrupt(key, KEYS[key][0])
-    if "layout" not in spec or "source" not in spec:
-        raise corrupt("layout" if "layout" not in spec else "source", "it")
+    if "layout" not in spec or ("source" in spec) == ("parts" in spec):
+        raise corrupt("layout" if "layout" not in spec else "source", "it, or parts")
     if spec["layout"] not in layouts:
         raise UnsupportedError(
             "unknown layout",
@@ -140,13 +149,9 @@ def check_spec(file: Path, name: str, spec: object, layouts: Layouts) -> None:
     for key in (*derived, *packed):
         if key not in derived or packed.get(key, derived) != derived[key]:
             raise corrupt(key, derived.get(key, f"no such key in {spec['layout']}"))
-    narrow = spec["source"].get(NARROW)
-    if narrow is not None and not _narrower(narrow, outline.element):
-        raise corrupt("source", f"an element narrower than {outline.element.name}")
-
-
-def _narrower(name: object, wide: Element) -> bool:
-    return isinstance(name, str) and name in ELEMENTS and ELEMENTS[name] != wide and widened(ELEMENTS[name]) == wide
+    need = misplaced(spec, outline)
+    if need is not None:
+        raise corrupt("parts" if "parts" in spec else "source", need)
 
 
 def check_tensors(checkpoint: Checkpoint, name: str, spec: Spec, layout: ModuleType) -> Sequence[str]:

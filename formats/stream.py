@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .canonical import Element, QuantTensor
+from .moves import Fields
 
 Array = NDArray[Any]
 
@@ -24,6 +25,15 @@ ACROSS = 4
 """Times as many where a slab takes a piece of every row: shorter pieces waste the lines they are read in."""
 
 Slab = Callable[[int, slice, slice], Array]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Codes as blocks of a row's stored bytes, for a layout that moves their bits without making codes of them."""
+
+    fields: Fields
+    rows: Callable[[int, slice], Array]
+    """(expert, rows) -> uint8 [rows, bytes]. Any thread may call it."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,8 @@ class Stream:
     call it; bounds are plain and lie inside [n, k]."""
     along: int = 1
     """The axis of [n, k] across which slabs are cheap: 0 where rows lie together in the file, else 1."""
+    blocks: Blocks | None = None
+    """The codes once more, where they stand row by row in blocks; None also where they are not plain bits."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,7 @@ def recoded(stream: Stream, element: Element) -> Stream:
     shift = np.uint8((element.bias - q.element.bias) % 256)
     return replace(
         stream,
+        blocks=None,
         tensor=replace(q, element=element),
         slab=lambda expert, rows, columns: stream.slab(expert, rows, columns) + shift,
     )

@@ -72,6 +72,18 @@ def state(file: IO[bytes]) -> State:
     return State(found.st_size, found.st_mtime_ns)
 
 
+def check_state(file: IO[bytes], then: State | None, path: Path) -> None:
+    """Raise CorruptError when an open file is not what it was ``then``, if that is known."""
+    now = state(file)
+    if then is not None and then != now:
+        raise CorruptError(
+            "the file was changed after it was opened",
+            file=path,
+            found=f"{now.size} bytes, {then.size} before",
+            do="wait until nothing writes to it, and begin again",
+        )
+
+
 @dataclass(frozen=True)
 class Tensor:
     """``nbytes`` bytes at ``offset`` of ``file``; nothing is read until ``array`` or ``raw`` is called."""
@@ -152,13 +164,7 @@ def _mapped(file: Path, then: State | None) -> mmap.mmap:
     try:
         with open(file, "rb") as f:
             stat = os.fstat(f.fileno())
-            if then is not None and then != state(f):
-                raise CorruptError(
-                    "the file was changed after it was opened",
-                    file=file,
-                    found=f"{stat.st_size} bytes, {then.size} before",
-                    do="wait until nothing writes to it, and begin again",
-                )
+            check_state(f, then, file)
             key = (str(file), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
             with _LOCK:
                 found = _MAPS.get(key)

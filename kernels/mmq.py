@@ -27,20 +27,16 @@ from numpy.typing import NDArray
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape
 from ..formats.stream import Pieces, Stream, assembled, hollow, steps, streamed, whole
 from .factors import global_level, global_outline, global_shape, is_global, one_a_part, wrong_shards
+from .mmq_pieces import piece
 from .mmq_plan import covering as covering
 from .mmq_plan import numerics as numerics
 from .mmq_plan import plan as plan
 from .mmq_plan import variants as variants
-from .mmq_strips import DEPTH, GRIDS, KINDS, ROWS, Kind, unpack_codes, unpack_factors
-from .mmq_strips import pack as pack_strips
+from .mmq_strips import BLOCK, DEPTH, GRIDS, KINDS, STRIPS, Kind, unpack_codes, unpack_factors
 
 Array = NDArray[Any]
 Spec = dict[str, Any]
 Levels = tuple[tuple[str, tuple[int, int]], ...]
-
-STRIPS = 8
-BLOCK = STRIPS * ROWS
-"""Rows of the strips that lie together, what one block of a kernel takes."""
 
 MEMBERS = ("strips", "scales", "global_scale", "bias")
 """Every suffix a module may have."""
@@ -173,7 +169,8 @@ def stream(source: Stream) -> tuple[dict[str, Array | Pieces], Spec]:
         for e in range(q.experts or 1)
         for run in steps(s["n_padded"], BLOCK, s["k_padded"], across=bool(source.along))
     ]
-    makers = [partial(_strips, source, s, expert, run) for expert, run in cuts]
+    flip = kind.elements[s["element"]]
+    makers = [partial(piece, source, kind, flip, s["k_padded"], expert, run) for expert, run in cuts]
     tensors: dict[str, Array | Pieces] = {"strips": Pieces(np.dtype(np.uint8), _strips_shape(s), makers)}
     if not kind.scales:
         grid = np.ascontiguousarray(one_a_part(q.scales[0]).swapaxes(-2, -1))
@@ -184,33 +181,6 @@ def stream(source: Stream) -> tuple[dict[str, Array | Pieces], Spec]:
     if q.bias is not None:
         tensors["bias"] = q.bias
     return tensors, s
-
-
-def _strips(source: Stream, s: Spec, expert: int, run: slice) -> Array:
-    """uint8 [run / 128, Kp/256, 8, strip] of the padded rows ``run``."""
-    q, kind, k, kp = source.tensor, KINDS[s["kind"]], s["k"], s["k_padded"]
-    count = run.stop - run.start
-    rows = slice(run.start, min(run.stop, s["n"]))
-    codes = np.zeros((count, kp), np.uint8)
-    flip = np.uint8(kind.elements[s["element"]])
-    codes[: rows.stop - rows.start, :k] = source.slab(expert, rows, slice(0, k)) ^ flip
-    levels = []
-    for i, (_, own) in enumerate(kind.scales):
-        grids = [q.scales[i]] + ([q.offsets[i]] if kind.minima else [])
-        held = [level.data.reshape(-1, *level.data.shape[-2:])[expert, rows] for level in grids]
-        if kind.pairs:
-            held[1] = np.negative(held[1])
-        group = np.arange(-(-k // own)) * own // grids[0].block[1]
-        levels.append([_padded(data[:, group], count, kp // own) for data in held])
-    strips = pack_strips(kind, codes, levels)
-    return strips.reshape(count // BLOCK, STRIPS, *strips.shape[1:]).swapaxes(1, 2)
-
-
-def _padded(grid: Array, rows: int, columns: int) -> Array:
-    """[r, c] -> [rows, columns], new entries zero bytes."""
-    out = np.zeros((rows, columns), grid.dtype)
-    out[: grid.shape[0], : grid.shape[1]] = grid
-    return out
 
 
 def expected(spec: Spec) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -257,10 +227,10 @@ def view(tensors: Mapping[str, Array], spec: Spec) -> Stream:
     def slab(expert: int, rows: slice, columns: slice) -> Array:
         top, left = rows.start // BLOCK, columns.start // DEPTH
         held = strips[expert, top : -(-rows.stop // BLOCK), left : -(-columns.stop // DEPTH)]
-        codes = unpack_codes(kind, _by_rows(held))[rows.start - top * BLOCK :, columns.start - left * DEPTH :]
+        codes = unpack_codes(kind, held.swapaxes(1, 2))[rows.start - top * BLOCK :, columns.start - left * DEPTH :]
         return codes[: rows.stop - rows.start, : columns.stop - columns.start] ^ flip
 
-    scales, offsets = _unpacked_levels(kind, spec, [unpack_factors(kind, _by_rows(one)) for one in strips], lead)
+    scales, offsets = _unpacked_levels(kind, spec, [unpack_factors(kind, one.swapaxes(1, 2)) for one in strips], lead)
     if not kind.scales:
         scales.append(_grid(spec, tensors["scales"]))
     if "global" in spec:
@@ -275,11 +245,6 @@ def view(tensors: Mapping[str, Array], spec: Spec) -> Stream:
         bias=tensors["bias"] if spec["bias"] else None,
     )
     return Stream(q, slab, along=0)
-
-
-def _by_rows(strips: Array) -> Array:
-    """[blocks, steps, 8, strip] -> [blocks * 8, steps, strip]."""
-    return strips.swapaxes(1, 2).reshape(-1, strips.shape[1], strips.shape[3])
 
 
 def _unpacked_levels(

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import gcd
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formats.bits import Tile
+from ..formats.bits import Tile, loops
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
+from ..formats.moves import Fields, Moves, guarded, move, moves
 
 Array = NDArray[Any]
 
 ROWS, DEPTH, UNIT = 16, 256, 32
+STRIPS = 8
+BLOCK = STRIPS * ROWS
+"""Rows of the strips that lie together, what one block of a kernel takes."""
 
 
 def _fragment(k: Array, row: Array) -> tuple[Array, Array, Array, Array]:
@@ -110,53 +117,115 @@ GRIDS = ("f16", "bf16", "f32", "e8m0", "f64")
 """Scale types of kind fp8."""
 
 
-def pack(kind: Kind, codes: Array, levels: Sequence[Sequence[Array]]) -> Array:
-    """uint8 [N/16, K/256, strip]: the strips of codes uint8 [N, K], as they are stored.
+def pack_codes(kind: Kind, codes: Array, out: Array) -> None:
+    """The planes of codes uint8 [N, K], as they are stored, into strips uint8 [N/128, 8, K/256, strip]."""
+    blocks, _, steps, _ = out.shape
+    turned, at = codes.T, 0
+    for plane in kind.codes:
+        part = turned if len(kind.codes) == 1 else turned >> plane.shift & 2**plane.tile.bits - 1
+        stored = plane.tile.pack(part).view(np.uint8).reshape(steps, blocks, STRIPS, plane.nbytes)
+        out[..., at : at + plane.nbytes] = np.moveaxis(stored, 0, 2)
+        at += plane.nbytes
+
+
+def move_codes(fast: ModuleType, kind: Kind, flip: int, fields: Fields, rows: Array, out: Array) -> None:
+    """``pack_codes`` of the codes, XORed with ``flip``, of rows of blocks uint8 [N, bytes]."""
+    stored, length, at = guarded(rows), rows.shape[1], 0
+    steps = STRIPS * ROWS * length, ROWS * length, DEPTH // fields.size * fields.nbytes
+    for plane in kind.codes:
+        words = out[..., at : at + plane.nbytes].view(np.uint32)[..., None, :]
+        move(fast, _planted(plane, fields, flip), stored, np.arange(ROWS) * length, steps, words)
+        at += plane.nbytes
+
+
+@cache
+def _planted(plane: Codes, fields: Fields, flip: int) -> Moves:
+    """From the rows of a strip in blocks to its plane of some bits of the codes."""
+    bits = plane.tile.bits
+    k, row, j = np.meshgrid(np.arange(DEPTH), np.arange(ROWS), np.arange(bits), indexing="ij")
+    word, field = plane.tile.place(k, row)
+    source = np.stack([fields.places(k[..., 0], plane.shift + b) for b in range(bits)], axis=-1)
+    flips = sum((flip >> plane.shift & 2**bits - 1) << low for low in range(0, 32, bits))
+    return moves(plane.nbytes // 4, word, bits * field + j, row, source, flips)
+
+
+def _factor_planes(kind: Kind) -> list[tuple[int, int, int]]:
+    """(first byte, bytes of a row of each grid, bytes of one factor) of every level's plane."""
+    planes, at = [], sum(plane.nbytes for plane in kind.codes)
+    for name, own in kind.scales:
+        size = SCALE_DTYPES[name].itemsize
+        planes.append((at, DEPTH // own * size, size))
+        at += ROWS * (2 if kind.minima else 1) * DEPTH // own * size
+    assert at == kind.strip
+    return planes
+
+
+def pack_factors(kind: Kind, levels: Sequence[Sequence[Array]], out: Array) -> None:
+    """The planes of factors into strips uint8 [N/128, 8, K/256, strip].
 
     levels[i] are the factors of level i, each [N, K / weights]: its scales, and its minima where the kind has them.
     """
-    rows, steps = codes.shape[0] // ROWS, codes.shape[1] // DEPTH
-    out, at = np.empty((rows, steps, kind.strip), np.uint8), 0
-    turned = codes.T
-    for plane in kind.codes:
-        part = turned if len(kind.codes) == 1 else turned >> plane.shift & 2**plane.tile.bits - 1
-        words = plane.tile.pack(part)
-        stored = words.view(np.uint8).reshape(steps, rows, plane.nbytes)
-        out[..., at : at + plane.nbytes] = stored.swapaxes(0, 1)
-        at += plane.nbytes
-    for (_, own), grids in zip(kind.scales, levels, strict=True):
-        parts = [g.view(np.uint8).reshape(rows, ROWS, steps, DEPTH // own, -1).swapaxes(1, 2) for g in grids]
-        plane_bytes = np.stack(parts, axis=4 if kind.pairs else 3).reshape(rows, steps, -1)
-        out[..., at : at + plane_bytes.shape[-1]] = plane_bytes
-        at += plane_bytes.shape[-1]
-    assert at == kind.strip
-    return out
+    blocks, _, steps, _ = out.shape
+    for (at, length, size), grids in zip(_factor_planes(kind), levels, strict=True):
+        plane = out[..., at : at + ROWS * len(grids) * length]
+        # A row's factors of a strip lie together in both; those of pairs alternate. The larger the items, the quicker.
+        item = f"u{size if kind.pairs else gcd(length, 8)}"
+        parts = [g.view(item).reshape(blocks, STRIPS, ROWS, steps, -1).swapaxes(2, 3) for g in grids]
+        shape = blocks, STRIPS, steps, ROWS, *((-1, len(grids)) if kind.pairs else (len(grids), -1))
+        target = plane.view(item).reshape(shape)
+        for i, part in enumerate(parts):
+            (target[..., i] if kind.pairs else target[..., i, :])[...] = part
 
 
 def unpack_codes(kind: Kind, strips: Array) -> Array:
-    """uint8 [N/16, K/256, strip] -> codes uint8 [N, K], as they are stored."""
-    rows, steps, _ = strips.shape
-    codes, at = np.zeros((steps * DEPTH, rows * ROWS), np.uint8), 0
+    """Strips uint8 [N/128, 8, K/256, strip] -> codes uint8 [N, K], as they are stored."""
+    blocks, _, steps, _ = strips.shape
+    codes, at = np.zeros((steps * DEPTH, blocks * STRIPS * ROWS), np.uint8), 0
+    fast = loops(codes.size)
+    if fast is not None:
+        return _gather_codes(fast, kind, strips)
     for plane in kind.codes:
-        words = np.ascontiguousarray(strips[..., at : at + plane.nbytes].swapaxes(0, 1)).view(np.int32)
+        words = np.ascontiguousarray(np.moveaxis(strips[..., at : at + plane.nbytes], 2, 0)).view(np.int32)
         codes |= plane.tile.unpack(words.reshape(steps, -1)) << plane.shift
         at += plane.nbytes
     return codes.T
 
 
+def _gather_codes(fast: ModuleType, kind: Kind, strips: Array) -> Array:
+    blocks, _, steps, _ = strips.shape
+    codes = np.empty((blocks, STRIPS, ROWS, steps, DEPTH), np.uint8)
+    size = sum(plane.nbytes for plane in kind.codes)
+    stored = guarded(strips[..., :size])
+    cells = codes.view(np.uint32).swapaxes(2, 3)
+    move(fast, _gathered(kind.codes), stored, np.zeros(1, int), (STRIPS * steps * size, steps * size, size), cells)
+    return codes.reshape(-1, steps * DEPTH)
+
+
+@cache
+def _gathered(planes: tuple[Codes, ...]) -> Moves:
+    """From the planes of a strip to its codes, a byte each, row by row."""
+    ways, at = [], 0
+    for plane in planes:
+        bits = plane.tile.bits
+        k, row, j = (x.reshape(-1) for x in np.meshgrid(np.arange(DEPTH), np.arange(ROWS), np.arange(bits)))
+        word, field = plane.tile.place(k, row)
+        source = 8 * at + 32 * word + bits * field + j
+        ways.append((DEPTH // 4 * row + k // 4, 8 * (k % 4) + plane.shift + j, np.zeros_like(row), source))
+        at += plane.nbytes
+    word, bit, lane, source = (np.concatenate(part) for part in zip(*ways, strict=True))
+    return moves(ROWS * DEPTH // 4, word, bit, lane, source)
+
+
 def unpack_factors(kind: Kind, strips: Array) -> list[list[Array]]:
-    """uint8 [N/16, K/256, strip] -> ``levels`` as ``pack`` takes them."""
-    rows, steps, _ = strips.shape
-    at, levels = sum(plane.nbytes for plane in kind.codes), []
-    parts = 2 if kind.minima else 1
-    for name, own in kind.scales:
-        dtype, per = SCALE_DTYPES[name], DEPTH // own
-        size = ROWS * parts * per * dtype.itemsize
-        stored = np.ascontiguousarray(strips[..., at : at + size]).view(dtype)
-        stored = stored.reshape(rows, steps, ROWS, *((per, parts) if kind.pairs else (parts, per)))
-        each = np.moveaxis(stored, 4 if kind.pairs else 3, 0).swapaxes(2, 3)
-        levels.append([grid.reshape(rows * ROWS, steps * per) for grid in each])
-        at += size
+    """Strips uint8 [N/128, 8, K/256, strip] -> ``levels`` as ``pack_factors`` takes them."""
+    blocks, _, steps, _ = strips.shape
+    levels, parts = [], 2 if kind.minima else 1
+    for (at, length, size), (name, _) in zip(_factor_planes(kind), kind.scales, strict=True):
+        plane = np.ascontiguousarray(strips[..., at : at + ROWS * parts * length])
+        shape = blocks, STRIPS, steps, ROWS, *((-1, parts, size) if kind.pairs else (parts, -1, size))
+        each = np.moveaxis(plane.reshape(shape), -2 if kind.pairs else -3, 0).swapaxes(3, 4)
+        stored = np.ascontiguousarray(each).view(SCALE_DTYPES[name])
+        levels.append([grid.reshape(blocks * STRIPS * ROWS, -1) for grid in stored])
     return levels
 
 

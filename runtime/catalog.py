@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import ModuleType
@@ -15,6 +16,7 @@ from ..formats.artifact import Artifact
 from ..formats.canonical import Outline, QuantTensor, dequantize
 from ..formats.container import Checkpoint
 from ..formats.errors import WarptileError
+from ..formats.parts import parts
 from ..kernels import layouts
 
 Array = NDArray[Any]
@@ -40,6 +42,12 @@ class Module:
     bias: bool = False
     numerics: tuple[str, ...] = ("exact",)
     """What ``Session.linear`` may be asked for: x as it is, or in 8 bits."""
+    stored_in: str | None = None
+    """The module it is a part of, where conversion grouped it with others."""
+    rows: tuple[int, int] | None = None
+    """Which of that module's outputs are its own: first, and one past the last."""
+    expert: int | None = None
+    """Which of that module's experts it is."""
 
 
 def _converted(name: str, spec: dict[str, Any]) -> Module:
@@ -57,6 +65,22 @@ def _converted(name: str, spec: dict[str, Any]) -> Module:
         bias=bool(spec["bias"]),
         numerics=layouts()[spec["layout"]].numerics(spec),
     )
+
+
+def _views(whole: Module, spec: dict[str, Any]) -> Iterator[Module]:
+    """The linears that a module of several was made of, under their own names."""
+    for part in parts(whole.name, spec) if "parts" in spec else ():
+        yield replace(
+            whole,
+            name=part.name,
+            n=part.rows.stop - part.rows.start,
+            experts=whole.experts if part.expert is None else None,
+            element=part.symmetric or whole.element,
+            zero=whole.zero and part.symmetric is None,
+            stored_in=whole.name,
+            rows=(part.rows.start, part.rows.stop),
+            expert=part.expert,
+        )
 
 
 def _foreign(name: str, q: Outline) -> Module:
@@ -84,6 +108,8 @@ class Catalog:
         self._readers: dict[str, ModuleType] = {}
         self._refused: dict[str, WarptileError] = {}
         self.modules = {name: _converted(name, spec) for name, spec in artifact.modules.items()}
+        views = [view for name, spec in artifact.modules.items() for view in _views(self.modules[name], spec)]
+        self.modules |= {view.name: view for view in views}
         for source in sources().values():
             for name in source.modules(self._rest):
                 self._readers[name] = source
@@ -116,6 +142,10 @@ class Catalog:
         if short in self._refused:
             raise self._refused[short]
         raise KeyError(_unknown("linear", name, self.modules))
+
+    def stored(self, module: Module) -> Module:
+        """The module that holds a linear: most often itself."""
+        return module if module.stored_in is None else self.modules[module.stored_in]
 
     def tensor(self, name: str) -> Array:
         """A pass-through tensor as it is stored, memory mapped. Raises KeyError naming close matches."""

@@ -193,12 +193,35 @@ class Cuda:
         return there
 
     def _product(self, p: Product, out: Operand, stream: int) -> None:
+        if p.module.stored_in is not None:
+            self._part(p, out, stream)
+            return
         if p.x.row_stride is not None:
             self._rows(p, out, stream)
             return
         lane = self._lanes.of(stream)
         with lane.lock:
             self._rows(replace(p, x=_packed(p.x, lane, stream)), out, stream)
+        self._lanes.settle(lane)
+
+    def _part(self, p: Product, out: Operand, stream: int) -> None:
+        """The product of the module that holds a linear, of which its columns are copied: right wherever they begin."""
+        from cupy.cuda import runtime
+
+        module, whole = p.module, self.catalog.stored(p.module)
+        assert module.rows is not None
+        p = replace(p, module=whole, expert=p.expert if module.expert is None else module.expert)
+        if module.n == whole.n:
+            self._product(p, out, stream)
+            return
+        lane, m = self._lanes.of(stream), p.x.rows
+        assert out.row_stride is not None
+        with lane.lock:
+            y = lane.buffer("all parts", m * whole.n * ITEM)
+            self._product(p, Operand(y, (m, whole.n), (whole.n, 1), p.x.dtype, self.index, lane), stream)
+            pitch, source, width = max(out.row_stride, module.n) * ITEM, y + module.rows[0] * ITEM, module.n * ITEM
+            on_device = runtime.memcpyDeviceToDevice
+            runtime.memcpy2DAsync(out.pointer, pitch, source, whole.n * ITEM, width, m, on_device, stream)
         self._lanes.settle(lane)
 
     def _rows(self, p: Product, out: Operand, stream: int) -> None:

@@ -121,7 +121,7 @@ class Session:
         self._backend.release()
 
     def names(self) -> list[str]:
-        """Every name ``linear`` takes."""
+        """Every name ``linear`` takes: modules, and the linears that some of them were made of."""
         assert self._backend is not None
         return list(self._catalog.modules)
 
@@ -146,7 +146,8 @@ class Session:
 
         ``x`` is [.., k] float16 or bfloat16, any strides; the result [.., n] is of x's kind, type and place. ``out``
         takes the result instead: x's kind and type, rows contiguous, not overlapping x. ``expert`` picks one of a
-        stacked module. Work goes on the caller's current stream.
+        stacked module. A linear that was fused with others still has its name: the others' outputs are made too, and
+        left behind. Work goes on the caller's current stream.
 
         ``numerics`` is "exact" (x as it is), "int8" (x rounded to 8 bits in blocks of 32), "e4m3" (in blocks of 128),
         or None for what suits the module's layout. What ``quantize`` gave may stand for x.
@@ -195,12 +196,19 @@ class Session:
         """Which kernels would multiply an x of m rows, how and why, and what was rejected."""
         backend, module = self._backend, self._catalog.module(name)
         check_numerics(module, numerics)
-        lines = backend.explain(module, _extent(m), _activation(dtype), numerics)
+        stored = self._catalog.stored(module)
+        lines = backend.explain(stored, _extent(m), _activation(dtype), numerics)
+        if module.rows is not None:
+            first, end = module.rows
+            part = f"outputs {first} to {end - 1} of " if module.n < stored.n else ""
+            expert = "" if module.expert is None else f"expert {module.expert} of "
+            copied = ": all of them are made, its own copied out" if part else ""
+            lines = (f"{part}{expert}{stored.name}{copied}", *lines)
         return Explanation(module.name, m, module.n, module.k, backend.device, lines)
 
     def load(self, names: Iterable[str] | None = None) -> None:
         """Upload modules now instead of on first use; all of them by default."""
-        self._backend.load([self._catalog.module(name) for name in self._names(names)])
+        self._backend.load(self._stored(names))
 
     def prepare(
         self,
@@ -212,13 +220,16 @@ class Session:
         """Upload, compile and allocate for products of m rows, so that a graph capture finds everything in place."""
         ms = [_extent(value) for value in (m if isinstance(m, Iterable) else [m])]
         dtypes = [_activation(value) for value in ([dtype] if isinstance(dtype, str) else dtype)]
-        modules = [self._catalog.module(name) for name in self._names(names)]
+        modules = self._stored(names)
         for module in modules:
             check_numerics(module, numerics)
         self._backend.prepare(modules, ms, dtypes, numerics)
 
-    def _names(self, names: Iterable[str] | None) -> Iterable[str]:
-        return self._catalog.modules if names is None else names
+    def _stored(self, names: Iterable[str] | None) -> list[Module]:
+        """The modules that hold these linears, each once; all by default."""
+        catalog = self._catalog
+        modules = map(catalog.stored, map(catalog.module, catalog.modules if names is None else names))
+        return list({module.name: module for module in modules}.values())
 
 
 def _check_expert(module: Module, expert: int | None) -> None:

@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError
 from inspect import signature
 
 import pytest
-from warptile.convert import convert
+from warptile.convert import cli, convert
 from warptile.convert.cli import HELP, main
 from warptile.formats import sources
 from warptile.formats.options import Options
@@ -139,3 +140,16 @@ def test_without_a_command_the_help_is_printed(capsys):
     printed = capsys.readouterr()
     assert "gptq-to-marlin" in printed.out
     assert not printed.err
+
+
+def test_the_version_is_that_of_the_installed_package(run, monkeypatch):
+    monkeypatch.setattr(cli, "version", {"warptile": "1.2.3"}.__getitem__)
+    assert run("--version") == "warptile 1.2.3\n"
+
+
+def test_a_source_tree_that_is_not_installed_has_no_version(run, monkeypatch):
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(cli, "version", missing)
+    assert run("--version") == "warptile, from a source tree that is not installed\n"

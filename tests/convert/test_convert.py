@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from warptile.convert import convert, plan, unpack, verify
+from warptile.convert import convert, modules, unpack, verify
 from warptile.formats import sources, stream
 from warptile.formats.artifact import open_artifact
 from warptile.formats.canonical import dequantize
@@ -221,7 +221,7 @@ def header_bytes(directory: Path) -> int:
 
 
 def test_memory_is_that_of_a_few_slabs_and_foretold(make_directory, module_tensors, monkeypatch):
-    for module in (stream, plan):
+    for module in (stream, modules):
         monkeypatch.setattr(module, "STEP", 1 << 17)
 
     def peak(count: int, k: int) -> tuple[int, int]:
@@ -285,7 +285,7 @@ def test_a_failed_overwrite_leaves_the_old_one(make_directory, monkeypatch):
 def test_a_directory_that_is_no_checkpoint_is_never_replaced(make_directory, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("precious")
-    with pytest.raises(WarptileError, match="not a checkpoint"):
+    with pytest.raises(WarptileError, match="not an artifact"):
         convert(make_directory(), tmp_path / "home", to="marlin", overwrite=True)
     assert (tmp_path / "home" / "thesis.txt").exists()
 
@@ -331,7 +331,7 @@ def test_unknown_names_are_usage_errors(make_directory, source, to):
 def test_overwrite_spares_a_file_that_is_no_checkpoint(make_directory, tmp_path):
     mine = tmp_path / "notes"
     mine.write_text("keep")
-    with pytest.raises(WarptileError, match="an ordinary file is not a checkpoint"):
+    with pytest.raises(WarptileError, match="what is there is not an artifact"):
         convert(make_directory(), mine, to="marlin", overwrite=True)
     assert mine.read_text() == "keep"
 

@@ -138,10 +138,10 @@ def test_a_full_disk_keeps_what_is_finished_and_says_so(src, want, monkeypatch):
 def test_a_source_that_vanishes_is_one_line(src, monkeypatch):
     opened = jobs._open
 
-    def vanish(job, module):
+    def vanish(job, module, unit):
         for file in src.glob("*.safetensors"):
             file.unlink()
-        return opened(job, module)
+        return opened(job, module, unit)
 
     monkeypatch.setattr(jobs, "_open", vanish)
     with pytest.raises(WarptileError, match="No such file"):

@@ -122,6 +122,11 @@ BYTES: dict[str, tuple[bytes, str]] = {
     "a pickle in a zip": (b"PK\x03\x04" + bytes(100), "zip archive"),
     "a GGUF file": (b"GGUF\x03\0\0\0" + bytes(24), "GGUF"),
     "a web page": (b"<!DOCTYPE html><html></html>", "web page"),
+    "text": (b"# A model\n\nof mine, of many lines\n", "not safetensors but text; found '# A model"),
+    "JSON": (b'{"weight_map": {"a": "b"}}', "not safetensors but text"),
+    "a pickle": (b"\x80\x04\x95" + bytes(100), "a pickle; pickle is code"),
+    "gzip": (b"\x1f\x8b\x08" + bytes(100), "compressed with gzip; decompress it"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "an HDF5 file"),
 }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warptile.formats import bits, gguf_blocks
 from warptile.formats import spec as specs
 from warptile.formats.canonical import (
     ELEMENTS,
@@ -25,7 +26,7 @@ from warptile.formats.canonical import (
     same,
 )
 from warptile.formats.errors import CorruptError
-from warptile.formats.stream import Pieces, joined, streamed
+from warptile.formats.stream import Blocks, Pieces, Stream, joined, streamed
 from warptile.kernels import layouts, mmq
 from warptile.kernels.launch import Device
 
@@ -400,3 +401,47 @@ def test_bias_keeps_its_dtype_and_order() -> None:
     assert spec["bias"] == "bf16"
     assert tensors["bias"].tolist() == list(range(8))
     assert same(mmq.unpack(tensors, spec), q) is None
+
+
+BLOCKS = {
+    **{"Q4_0": "q4_0", "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q8_0": "q8_0", "Q4_K": "q4_k", "Q5_K": "q5_k"},
+    **{"Q6_K": "q6_k", "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs", "MXFP4": "mxfp4", "NVFP4": "nvfp4"},
+}
+
+
+def blocks_and_codes(name: str, n: int, k: int) -> tuple[Stream, QuantTensor]:
+    kind = gguf_blocks.BLOCK_TYPES[name]
+    data = np.random.default_rng(n + k).integers(0, 256, (n, k // kind.size * kind.nbytes), dtype=np.uint8)
+    scales, offsets = gguf_blocks.unpack_factors(kind, data)
+    q = QuantTensor(gguf_blocks.element(kind), gguf_blocks.unpack_codes(kind, data), scales, offsets=offsets)
+    fields = gguf_blocks.code_fields(kind)
+    assert fields is not None
+    return replace(streamed(q), blocks=Blocks(fields, lambda _, rows: data[rows])), q
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (300, 768), (17, 512), (128, 2880)])
+def test_blocks_move_to_where_their_codes_are_packed(name, n, k, compiled, monkeypatch) -> None:
+    if k % gguf_blocks.BLOCK_TYPES[name].size:
+        k = 2816
+    stream, _ = blocks_and_codes(name, n, k)
+    if n % 128 == k % 256 == 0:
+        stream = replace(stream, slab=None)
+    stored, spec = mmq.stream(stream)
+    assert spec["kind"] == BLOCKS[name]
+    strips = joined(stored["strips"])
+    monkeypatch.setattr(bits, "_compiled", lambda: None)
+    _, q = blocks_and_codes(name, n, k)
+    tensors, _ = mmq.pack(q)
+    np.testing.assert_array_equal(strips, tensors["strips"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_loops_read_what_numpy_reads(kind, compiled, monkeypatch) -> None:
+    q = tensor(kind, 200, 2880, experts=2)
+    tensors, spec = mmq.pack(q)
+    again = mmq.unpack(tensors, spec)
+    monkeypatch.setattr(bits, "_compiled", lambda: None)
+    np.testing.assert_array_equal(mmq.pack(q)[0]["strips"], tensors["strips"])
+    assert same(mmq.unpack(tensors, spec), again) is None
+    assert same(again, q) is None
