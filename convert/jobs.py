@@ -27,7 +27,7 @@ from ..formats import artifact, sources
 from ..formats.container import Checkpoint, Entry, Tensor, dtype_name, write_safetensors
 from ..formats.joining import join
 from ..formats.parts import packed, parts, shared
-from ..formats.stream import Pieces, Stream, streamed, whole
+from ..formats.stream import Pieces, Stream
 from ..kernels import layouts
 from . import manifest
 from .manifest import Finished
@@ -222,16 +222,13 @@ def _open(job: Job, module: Module, unit: int) -> dict[str, Array | Pieces]:
         streams.append(packed(source, part))
         residue |= {f"{part.prefix}{suffix}": data for suffix, data in q.residue.items()}
     layout, source = layouts()[job.layout], join(streams)
-    tensors, _ = layout.stream(source) if hasattr(layout, "stream") else layout.pack(whole(source))
+    tensors, _ = layout.stream(source)
     return {f"{module.name}.{suffix}": part for suffix, part in artifact.as_stored(tensors, residue).items()}
 
 
 def open_stream(checkpoint: Checkpoint, source: str, module: str) -> Stream:
-    """A module's codes by the slab, where its reader can; else read whole."""
-    reader = sources()[source]
-    stream: Stream = (
-        reader.stream(checkpoint, module) if hasattr(reader, "stream") else streamed(reader.read(checkpoint, module))
-    )
+    """A module's codes by the slab."""
+    stream: Stream = sources()[source].stream(checkpoint, module)
     return stream
 
 

@@ -42,8 +42,6 @@ class Module:
     refusal: str | None
     tensors: tuple[Stored, ...]
     """What is written for it: the packed tensors, or its members as they are."""
-    by_slab: bool = False
-    """Reader and layout both work on a few slabs of codes at a time."""
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
@@ -76,10 +74,8 @@ class Module:
 
     @property
     def peak(self) -> int:
-        """An estimate of the bytes held while it is packed, expert by expert where they are parts: its codes, or some
-        slabs of them; and the rest of it, for what comes next is opened before it is done."""
+        """An estimate of the bytes held while it is packed, expert by expert where they are parts: some slabs of its
+        codes; and the rest of it, for what comes next is opened before it is done."""
         codes = (self.outline.experts or 1) * self.outline.n * self.outline.k // len(self.units)
-        if not self.by_slab:
-            return CODE_COPIES * codes + self.nbytes // len(self.units)
         rest = (self.nbytes - max(t.nbytes for t in self.tensors)) // len(self.units)
         return CODE_COPIES * min(codes, SLABS * ACROSS * STEP) + 4 * rest

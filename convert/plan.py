@@ -259,8 +259,7 @@ def _written(name: str, units: tuple[tuple[Linear, ...], ...], outline: Outline,
         Stored(f"{name}.{suffix}", dtype, shape, artifact.nbytes(dtype, shape))
         for suffix, (dtype, shape) in artifact.stored(spec, kernel, residue).items()
     )
-    by_slab = hasattr(kernel, "stream") and all(hasattr(sources()[linear.source], "stream") for linear in linears)
-    return Module(name, units, outline, spec, None, tensors, by_slab)
+    return Module(name, units, outline, spec, None, tensors)
 
 
 def _entry(linear: Linear, whole: Outline, wide: Outline, expert: int | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..formats.container import CONFIG, Checkpoint, companion, open_checkpoint
 from ..formats.errors import VerifyError
 from ..formats.options import Options
 from ..formats.parts import NARROW, Part, expert_of, parts
-from ..formats.stream import Pieces, whole
+from ..formats.stream import Pieces
 from ..kernels import layouts
 from . import compare, origin
 from .jobs import open_stream, threads
@@ -145,7 +145,7 @@ def _repack_one(
     artifact: Artifact, layout: ModuleType, name: str, stored: Mapping[str, Array], spec: Spec, pool: Executor
 ) -> None:
     again = view(layout, stored, spec)
-    packed, found = layout.stream(again) if hasattr(layout, "stream") else layout.pack(whole(again))
+    packed, found = layout.stream(again)
     for key, value in found.items():
         if spec.get(key) != value:
             raise VerifyError(

@@ -1,4 +1,4 @@
-"""Other people's bytes. The file name is the registry: a module here that defines the four names below is a source."""
+"""Other people's bytes. The file name is the registry: a module here that defines the names below is a source."""
 
 from __future__ import annotations
 
@@ -21,6 +21,5 @@ def sources() -> dict[str, ModuleType]:
 
     A source may also have ``OPTIONS``, the fields of ``Options`` it understands, and ``orphans(checkpoint)``: {tensor:
     what is missing} of tensors that only make sense inside a module of the format and are in none.
-    ``stream`` (see ``stream.py``) is ``read`` without the codes, which come by the slab.
     """
-    return listing(__name__, list(__path__), ("modules", "describe", "read", "write"))
+    return listing(__name__, list(__path__), ("modules", "describe", "stream", "read", "write"))

@@ -23,6 +23,7 @@ def compiled(function: F) -> F:
     return cast(F, njit(nogil=True, cache=True)(function))
 
 
+BESIDE = 16  # words of a row of the result that ``take_columns`` fills at once: a cache line
 EDGE = 8  # blocks below one another that ``transpose`` turns in a row: they fill a cache line of the result
 
 
@@ -32,8 +33,7 @@ def pack_tiles(codes: Array, members: Array, shifts: Array, firsts: Array, folds
     sets, size = members.shape
     n, words, length = shifts.shape[1], firsts.size, members.shape[0] * shifts.shape[1]
     quads = size - size % 4
-    # Beyond its end every part is zero, so that folding needs no bounds.
-    parts = np.zeros(2 * length, np.uint32)
+    parts = np.empty(length, np.uint32)
     for i in range(out.shape[0]):
         for j in range(codes.shape[1] // n):
             top, left = i * sets * size, j * n
@@ -60,19 +60,17 @@ def pack_tiles(codes: Array, members: Array, shifts: Array, firsts: Array, folds
                     row, shift = codes[top + members[s, r], left : left + n], shifts[members[s, r]]
                     for v in range(n):
                         part[v] |= np.uint32(row[v]) << shift[v]
-            if folds.size == 1:
-                near, far = parts[:length], parts[folds[0] : folds[0] + length]
-                for v in range(length):
-                    near[v] |= far[v]
-            elif folds.size > 1:
-                for v in range(length):
-                    value = parts[v]
-                    for f in range(folds.size):
-                        value |= parts[v + folds[f]]
-                    parts[v] = value
             tile = out[i, j * words : (j + 1) * words]
-            for v in range(words):
-                tile[v] = parts[firsts[v]]
+            if folds.size == 1:
+                far = parts[folds[0] :]
+                for v in range(words):
+                    tile[v] = parts[firsts[v]] | far[firsts[v]]
+            else:
+                for v in range(words):
+                    value = parts[firsts[v]]
+                    for f in range(folds.size):
+                        value |= parts[firsts[v] + folds[f]]
+                    tile[v] = value
 
 
 @compiled
@@ -114,6 +112,21 @@ def unpack_rows(words: Array, starts: Array, bits: int, out: Array) -> None:
             high = np.uint32(32 - low)
             for x in range(n):
                 row[x] = np.uint8((first[x] >> low | second[x] << high) & mask)
+
+
+@compiled
+def take_columns(stored: Array, step: int, columns: Array, out: Array) -> None:
+    """uint8 [bytes], rows of ``step`` of them -> uint32 [c, rows]: in each row the words ``columns``, turned."""
+    for first in range(0, out.shape[1], BESIDE):
+        last = min(first + BESIDE, out.shape[1])
+        for c in range(out.shape[0]):
+            at = np.uint64(first * step + 4 * columns[c])
+            for r in range(first, last):
+                value = np.uint32(stored[at])
+                for byte in range(1, 4):
+                    value |= np.uint32(stored[at + np.uint64(byte)]) << np.uint32(8 * byte)
+                out[c, r] = value
+                at += np.uint64(step)
 
 
 @compiled

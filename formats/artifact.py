@@ -37,7 +37,7 @@ from .spec import (
     module_spec,
     stored,
 )
-from .stream import Stream, streamed, whole
+from .stream import Stream, whole
 from .strict_json import shown
 
 __all__ = [
@@ -115,8 +115,8 @@ class Artifact:
 
 
 def view(layout: ModuleType, tensors: Mapping[str, Array], spec: Spec) -> Stream:
-    """What a layout packed, its codes by the slab where the layout can."""
-    stream: Stream = layout.view(tensors, spec) if hasattr(layout, "view") else streamed(layout.unpack(tensors, spec))
+    """What a layout packed, its codes by the slab."""
+    stream: Stream = layout.view(tensors, spec)
     return stream
 
 

@@ -175,7 +175,7 @@ def _flipped(stream: Stream, symmetric: Element) -> Stream:
     if not symmetric.signed:
         return stream
     slab, sign = stream.slab, np.uint8(1 << symmetric.bits - 1)
-    return replace(stream, slab=lambda expert, rows, columns: slab(expert, rows, columns) ^ sign)
+    return replace(stream, slab=lambda expert, rows, columns: slab(expert, rows, columns) ^ sign, blocks=None)
 
 
 def join(streams: Sequence[Stream]) -> Stream:

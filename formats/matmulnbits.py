@@ -164,8 +164,8 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
 
     def slab(_: int, rows: slice, columns: slice) -> Array:
         channels = np.arange(columns.start, columns.stop) if linear.perm is None else linear.perm[columns]
-        words = linear.members["B"].rows(rows).reshape(rows.stop - rows.start, -1).view(np.uint32)
-        return unpack_columns(words, bits, channels.astype(np.int64) * bits)
+        words = linear.members["B"].array().reshape(linear.n, -1).view(np.uint32)
+        return unpack_columns(words[rows], bits, channels.astype(np.int64) * bits)
 
     return Stream(linear.tensor(linear.scales.array().reshape(linear.n, -1)), slab, along=0)
 

@@ -15,6 +15,7 @@ from .canonical import ELEMENTS, Level, QuantTensor
 from .container import Tensor
 from .errors import CorruptError
 from .moves import NIBBLES
+from .rows import unpack_columns
 from .stream import Blocks, Stream, hollow
 
 Array = NDArray[Any]
@@ -53,7 +54,10 @@ class Parts:
 
     def slab(self, expert: int, rows: slice, columns: slice) -> Array:
         """The codes of a rectangle, as a ``Stream`` gives them."""
-        codes = split_nibbles(self.rows(expert, rows)[:, columns.start // 2 : -(-columns.stop // 2)])
+        stored = self.rows(expert, rows)
+        if self.k % 8 == 0:
+            return unpack_columns(stored.view(np.uint32), 4, 4 * np.arange(columns.start, columns.stop))
+        codes = split_nibbles(stored[:, columns.start // 2 : -(-columns.stop // 2)])
         return codes[:, columns.start % 2 :][:, : columns.stop - columns.start]
 
     def stream(self, *scales: Level) -> Stream:

@@ -40,7 +40,14 @@ def unpack_columns(words: Array, bits: int, starts: Array) -> Array:
     """uint32 or int32 [N, W] -> uint8 [N, p], a transposed view: every row is one stream, column p its codes that begin
     at bit starts[p]. No other words are read."""
     needed, starts = _needed(starts, bits)
-    return unpack_rows(words.T[needed].view(np.uint32), bits, starts).T
+    fast = loops(len(starts) * len(words))
+    if fast is None or not words.flags.c_contiguous:
+        return unpack_rows(words.T[needed].view(np.uint32), bits, starts).T
+    turned = np.empty((len(needed), len(words)), np.uint32)
+    stored = words.reshape(-1).view(np.uint8)
+    stored.setflags(write=False)
+    fast.take_columns(stored, words.strides[0], needed, turned)
+    return unpack_rows(turned, bits, starts).T
 
 
 def _needed(starts: Array, bits: int) -> tuple[Array, Array]:

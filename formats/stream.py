@@ -1,8 +1,8 @@
 """Tensors too large to be held whole: codes by the rectangle on one side, stored bytes by the piece on the other.
 
-A source may have ``stream(checkpoint, P) -> Stream``: ``read`` without the codes, and a function that gives those of
-any rectangle. A layout may have ``stream(Stream) -> {suffix: array or Pieces}, spec`` and ``view(tensors, spec) ->
-Stream``: its ``pack`` and ``unpack``. Whoever has them holds a few megabytes of codes at a time, not a byte a weight.
+A source has ``stream(checkpoint, P) -> Stream``: ``read`` without the codes, and a function that gives those of any
+rectangle. A layout has ``stream(Stream) -> {suffix: array or Pieces}, spec`` and ``view(tensors, spec) -> Stream``: its
+``pack`` and ``unpack``. Whoever uses them holds a few megabytes of codes at a time, not a byte a weight.
 """
 
 from __future__ import annotations

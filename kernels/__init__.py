@@ -1,4 +1,4 @@
-"""Our bytes. The file name is the registry: a module here that defines ``pack`` and ``unpack`` is a layout."""
+"""Our bytes. The file name is the registry: a module here that defines the names below is a layout."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from ..formats import listing
 
 @cache
 def layouts() -> dict[str, ModuleType]:
-    """Every target layout: ``{"marlin": module, ...}``.
-
-    One with ``stream`` and ``view`` (see ``formats/stream.py``) packs and unpacks a few megabytes at a time.
-    """
-    return listing(__name__, list(__path__), ("accepts", "pack", "unpack", "plan", "numerics"))
+    """Every target layout: ``{"marlin": module, ...}``."""
+    needs = "accepts", "stream", "view", "pack", "unpack", "plan", "numerics"
+    return listing(__name__, list(__path__), needs)
