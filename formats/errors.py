@@ -7,7 +7,12 @@ from os import PathLike
 
 def printable(text: object) -> str:
     """``text`` with control characters escaped, so a hostile tensor name cannot drive a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    text = str(text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    )
 
 
 class WarptileError(Exception):
