@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,26 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from ..formats.errors import UnsupportedError
 from ..kernels import launch as plans
-from ..kernels import layouts
-from ..kernels.quantize import KINDS, nbytes, padded
-from ..kernels.quantize import stage as quantizing
+from ..kernels.quantize import KINDS, nbytes
 from . import build
 from .arrays import ACTIVATIONS, ITEM, CupyKind, Kind, NumpyKind, Operand, borrowed, host_view
 from .catalog import Catalog, Module
 from .cublas import Cublas
-from .dense import BITS, Dense, bias_of, decode, dense, multiply, view
-from .launch import Bound, Kernels, describe
-from .load import Uploader, Weights
+from .dense import Dense, multiply, view
+from .launch import Bound, describe
+from .load import Uploader
 from .product import Product, Quantized
-from .scratch import Lane, Lanes, allocating, capture_id, on
+from .ready import Ready
+from .scratch import Lane, Lanes, capture_id, on
 
 ROWS = 1 << 18
 """Rows of x in one product: grids and 32-bit extents hold that many for any n and k."""
-
-BOUND_LIMIT = 16384
-"""Bound plans kept, about a kilobyte of host memory each."""
 
 
 def devices() -> tuple[int, str]:
@@ -83,21 +77,11 @@ class Cuda:
     """One device. Every entry makes it current for the call and puts the caller's device back."""
 
     def __init__(self, catalog: Catalog, index: int, cubins: Any, scratch_limit: int) -> None:
-        import cupy
-
         self.catalog, self.index, self.device = catalog, index, f"cuda:{index}"
-        self._pool = cupy.cuda.MemoryPool()
-        self._lock = threading.RLock()
-        self._weights: dict[str, Weights] = {}
-        self._dense: dict[tuple[str, str], Dense] = {}
-        self._cublas: Cublas | None = None
-        self._bound: dict[tuple[Any, ...], Bound | Dense] = {}
-        self._quantizers: dict[tuple[Any, ...], Bound] = {}
         with current(index):
-            self.facts = _facts(index, cubins)
-            self._uploader = Uploader()
-            self._kernels = Kernels(cubins)
-            self._lanes = Lanes(scratch_limit, self._uploader)
+            uploader = Uploader()
+            self._lanes = Lanes(scratch_limit, uploader)
+            self.ready = Ready(catalog, _facts(index, cubins), cubins, uploader)
 
     @property
     def scratch_bytes(self) -> int:
@@ -105,7 +89,7 @@ class Cuda:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(w.nbytes for w in self._weights.values()) + sum(d.nbytes for d in self._dense.values())
+        return self.ready.weight_bytes
 
     def linear(self, p: Product) -> Any:
         self._at_home(p.module.name, p.kind, x=p.x, out=p.out)
@@ -136,7 +120,7 @@ class Cuda:
         with current(self.index):
             stream = kind.stream(self.index)
             lane = self._lanes.of(stream)
-            bound, (codes, factors) = self._quantizer(x, numerics, stream), nbytes(numerics, x.rows, x.shape[-1])
+            bound, (codes, factors) = self.ready.quantizer(x, numerics, stream), nbytes(numerics, x.rows, x.shape[-1])
             with lane.lock:
                 loan = lane.lend(codes + factors, "x in 8 bits")
                 handle = Quantized(self, kind, borrowed(x), numerics, lane, loan, partial(setattr, loan, "free", True))
@@ -148,22 +132,6 @@ class Cuda:
                     bound.launch(stream, {"x": there.pointer, "ldx": there.row_stride, **given}, 0, None)
             self._lanes.settle(lane)
             return handle
-
-    def _quantizer(self, x: Operand, numerics: str, stream: int | None) -> Bound:
-        """The launch that quantises an x of these extents."""
-        m, k, key = x.rows, x.shape[-1], ("", numerics, x.dtype, x.rows, x.shape[-1])
-        with self._lock:
-            if key not in self._quantizers:
-                stage = quantizing(numerics, m, k, self.facts, x.dtype)
-                if not self._kernels.has(stage):
-                    self._warm("quantize", m, stream)
-                scalars = {"m": m, "n": 0, "k": k, "k_padded": padded(k)}
-                with allocating():
-                    bound = Bound(
-                        "quantize", plans.Plan((stage,), ""), scalars, Weights(None, 0, {}, {}), self._kernels
-                    )
-                self._quantizers[key] = bound
-            return self._quantizers[key]
 
     def _through_host(self, p: Product, out: Operand, stream: int) -> None:
         """numpy in, numpy out: both copied through the lane's staging memory; returns when the result is there."""
@@ -228,7 +196,7 @@ class Cuda:
         """A product of regular rows, at most ROWS of them at once."""
         for start in range(0, p.x.rows, ROWS):
             part, to = _slice(p.x, start), _slice(out, start)
-            bound = self._ready(p.module, p.x.dtype, part.rows, part.aligned, p.numerics, p.quantized, stream)
+            bound = self.ready.product(p.module, p.x.dtype, part.rows, part.aligned, p.numerics, p.quantized, stream)
             operands = {"x": part.pointer, "y": to.pointer, "ldx": part.row_stride or 0, "ldy": to.row_stride or 0}
             if p.quantized is not None:
                 operands |= _given(p.quantized, start)
@@ -238,116 +206,15 @@ class Cuda:
             lane = self._lanes.of(stream)
             with lane.lock:
                 if isinstance(bound, Dense):
-                    assert self._cublas is not None
-                    _multiply(self._cublas, bound, p.module, part, to, p.expert, lane, stream)
+                    assert self.ready.cublas is not None
+                    _multiply(self.ready.cublas, bound, p.module, part, to, p.expert, lane, stream)
                 else:
                     _launch(bound, stream, operands, p.expert or 0, lane)
             self._lanes.settle(lane)
 
-    def _ready(
-        self,
-        module: Module,
-        dtype: str,
-        m: int,
-        aligned: bool,
-        numerics: str | None,
-        handle: Quantized | None,
-        stream: int | None,
-    ) -> Bound | Dense:
-        """The bound plan of a product, or the dense weights when no kernel of ours runs it."""
-        key = module.name, dtype, m, aligned, numerics
-        bound = self._bound.get(key)
-        if bound is not None and (handle is None or isinstance(bound, Bound)):
-            return bound
-        with self._lock:
-            plan = self._plan(module, m, dtype, aligned, numerics)
-            if handle is not None and (isinstance(plan, str) or plan.quantizes != handle.numerics):
-                found = plan if isinstance(plan, str) else plan.why
-                raise UnsupportedError(
-                    "no kernel takes x in 8 bits", tensor=module.name, found=found, do="pass x itself"
-                )
-            stages = () if isinstance(plan, str) else plan.stages
-            if not stages or module.name not in self._weights or not all(map(self._kernels.has, stages)):
-                self._warm(module.name, m, stream)
-            with allocating():
-                if len(self._bound) >= BOUND_LIMIT:
-                    self._bound.clear()
-                made = self._make_dense(module, dtype) if isinstance(plan, str) else self._bind(module, m, plan)
-                self._bound[key] = made
-                return made
-
-    def _warm(self, name: str, m: int, stream: int | None) -> None:
-        """Refuse to upload or compile where that would break a capture."""
-        if stream is not None and capture_id(stream) is not None:
-            raise RuntimeError(
-                f"{name}: not ready for m={m} inside a graph capture; "
-                f"call session.prepare({m}) before the capture begins"
-            )
-
-    def _bind(self, module: Module, m: int, plan: plans.Plan) -> Bound:
-        spec = self.catalog.artifact.modules[module.name]
-        extents = {name: value for name, value in spec.items() if type(value) is int}
-        scalars = {**extents, "m": m, "ld_gathered": spec["k_padded"]}
-        return Bound(module.name, plan, scalars, self._resident(module), self._kernels)
-
-    def _plan(self, module: Module, m: int, dtype: str, aligned: bool, numerics: str | None) -> plans.Plan | str:
-        """The layout's plan, or why there is none."""
-        if module.layout is None:
-            return f"its weights passed through conversion as {module.element}"
-        spec = self.catalog.artifact.modules[module.name]
-        try:
-            plan: plans.Plan = layouts()[module.layout].plan(spec, m, self.facts, dtype, aligned, numerics=numerics)
-        except UnsupportedError as error:
-            return str(error)
-        return plan
-
-    def _resident(self, module: Module) -> Weights:
-        """The module's tensors on the device, uploaded now if they are not."""
-        with self._lock, allocating():
-            if module.name not in self._weights:
-                spec = self.catalog.artifact.modules[module.name]
-                layout = layouts()[spec["layout"]]
-                flat = layout.expected({**spec, "experts": None})
-                wanted = layout.expected(spec)
-                tensors = {s: a for s, a in self.catalog.artifact.tensors(module.name).items() if s in wanted}
-                stacked = {s: wanted[s][1] != flat[s][1] for s in tensors}
-                self._weights[module.name] = self._uploader.upload(module.name, tensors, stacked)
-            return self._weights[module.name]
-
-    def _make_dense(self, module: Module, dtype: str) -> Dense:
-        """Decoded in a pool of its own, so that the temporaries go back to the device."""
-        import cupy
-
-        if (module.name, dtype) in self._dense:
-            return self._dense[module.name, dtype]
-        self._cublas = self._cublas or Cublas()
-        with cupy.cuda.using_allocator(self._pool.malloc):
-            if module.element == dtype:
-                weight, bias = self.catalog.plain(module)
-                made = Dense(cupy.empty(weight.shape, BITS[dtype]), dtype, bias_of(bias))
-                self._uploader.copy(made.weight.data.ptr, weight)
-            else:
-                w, bias = self._decoded(module)
-                made = dense(w, bias, dtype)
-                del w
-            cupy.cuda.get_current_stream().synchronize()
-        self._pool.free_all_blocks()
-        self._dense[module.name, dtype] = made
-        return made
-
-    def _decoded(self, module: Module) -> tuple[Any, Any]:
-        """float32 weights on the device, and the bias as stored, on the host."""
-        import cupy
-
-        q = self.catalog.quant(module)
-        if q is not None:
-            return decode(q), q.bias
-        weight, bias = self.catalog.plain(module)
-        return cupy.asarray(np.ascontiguousarray(weight).astype(np.float32)), bias
-
     def dequantize(self, module: Module) -> Any:
         with current(self.index):
-            return self._decoded(module)[0]
+            return self.ready.decoded(module)[0]
 
     def tensor(self, name: str) -> Any:
         import cupy
@@ -360,7 +227,7 @@ class Cuda:
                 return cupy.asarray(array.view(f"u{array.itemsize}"))
 
     def explain(self, module: Module, m: int, dtype: str, numerics: str | None) -> tuple[str, ...]:
-        plan = self._plan(module, m, dtype, module.k % 8 == 0, numerics)
+        plan = self.ready.plan(module, m, dtype, module.k % 8 == 0, numerics)
         if isinstance(plan, str):
             return (f"cuBLAS, decoded on the device once, fp32 accumulation: {plan}",)
         stages = [f"stage {i}: {describe(stage)}" for i, stage in enumerate(plan.stages, 1)]
@@ -374,10 +241,10 @@ class Cuda:
         with current(self.index):
             for module in modules:
                 dtype = module.element if module.element in ACTIVATIONS else "f16"
-                if isinstance(self._plan(module, 1, dtype, True, None), str):
-                    self._ready(module, dtype, 1, True, None, None, None)
+                if isinstance(self.ready.plan(module, 1, dtype, True, None), str):
+                    self.ready.product(module, dtype, 1, True, None, None, None)
                 else:
-                    self._resident(module)
+                    self.ready.resident(module)
 
     def prepare(
         self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str], numerics: str | None
@@ -386,8 +253,8 @@ class Cuda:
         import cupy
 
         todo = [(module, min(m, ROWS), dtype) for module in modules for dtype in dtypes for m in ms if m]
-        chosen = [self._plan(*one, aligned, numerics) for one in todo for aligned in (False, True)]
-        self._kernels.compile([stage for plan in chosen if not isinstance(plan, str) for stage in plan.stages])
+        chosen = [self.ready.plan(*one, aligned, numerics) for one in todo for aligned in (False, True)]
+        self.ready.kernels.compile([stage for plan in chosen if not isinstance(plan, str) for stage in plan.stages])
         kind = CupyKind()
         with current(self.index):
             stream = kind.stream(self.index)
@@ -395,10 +262,10 @@ class Cuda:
                 x, y = cupy.zeros((m, module.k), cupy.uint16), cupy.empty((m, module.n), cupy.uint16)
                 source, target = (replace(kind.operand(array), dtype=dtype) for array in (x, y))
                 for aligned in (False, True):
-                    self._ready(module, dtype, m, aligned, numerics, None, None)
+                    self.ready.product(module, dtype, m, aligned, numerics, None, None)
                 for shared in module.numerics:
                     if shared in KINDS:
-                        self._quantizer(source, shared, None)
+                        self.ready.quantizer(source, shared, None)
                 expert = None if module.experts is None else 0
                 self._product(Product(module, kind, source, None, expert, numerics), target, stream)
             cupy.cuda.get_current_stream().synchronize()
@@ -412,15 +279,8 @@ class Cuda:
 
         with current(self.index):
             cupy.cuda.runtime.deviceSynchronize()
-            self._bound.clear()
-            self._quantizers.clear()
-            self._dense.clear()
-            self._pool.free_all_blocks()
-            self._weights.clear()
+            self.ready.close()
             self._lanes.clear()
-            self._kernels.close()
-            if self._cublas is not None:
-                self._cublas.close()
 
 
 def _launch(bound: Bound, stream: int, operands: dict[str, int], expert: int, lane: Lane) -> None:
