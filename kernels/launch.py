@@ -26,13 +26,22 @@ class Stage:
     """One kernel launch.
 
     ``kernel`` is the stem of its .cu file and its entry's name, ``variant`` its template argument: values of the
-    file's ``Variant`` struct in field order. ``args`` names its parameters in order: a tensor of the module by suffix
-    (``qweight``), ``x``, ``y``, ``gathered`` (x in stored column order), ``quantized`` and ``factors`` (x in 8 bits,
-    see ``quantize``), ``scratch``, ``counters`` are pointers, null where the module has none; ``m``, ``n``, ``k``,
-    ``n_padded``, ``k_padded``, ``group`` are int32; ``ldx``, ``ldy`` and ``ld_gathered`` (row strides
-    in elements; the last is k_padded) are int64. A number stands for itself, int32.
-    ``x_map`` and ``gathered_map`` are CUtensorMap by value (128 bytes, a __grid_constant__ parameter): the matrix of
-    16-bit numbers [m, k] or [m, k_padded], read in boxes of ``box``, 128-byte swizzled, zero outside the matrix.
+    file's ``Variant`` struct in field order. ``args`` names its parameters in order:
+
+    | names | passed as |
+    | --- | --- |
+    | a tensor of the module by suffix (``qweight``) | pointer, null where the module has none |
+    | ``x``, ``y``, ``residual`` (what is added to y) | pointer; the caller's, ``residual`` may be null |
+    | ``gathered`` (x in stored column order), ``scratch``, ``counters`` | pointer into memory that the plan asks for |
+    | ``quantized``, ``factors`` (see quantize.py, or pairs.cu for float32 rows) | likewise |
+    | ``m``, ``n``, ``k``, ``n_padded``, ``k_padded``, ``group``, ``each`` (1: y is rounded after each step) | int32 |
+    | ``ldx``, ``ldy``, ``ld_residual``, ``ld_gathered`` (k_padded): row strides in elements | int64 |
+    | a number | int32 |
+    | ``x_map``, ``gathered_map`` | CUtensorMap by value |
+
+    A map (128 bytes, a __grid_constant__ parameter) is that of the matrix of 16-bit numbers [m, k] or [m, k_padded],
+    read in boxes of ``box``, 128-byte swizzled, zero outside the matrix. A kernel without ``residual`` and ``each``
+    among its ``args`` ends with one rounding of sum and bias.
     """
 
     kernel: str

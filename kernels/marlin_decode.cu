@@ -9,7 +9,7 @@
 #include "output.cuh"
 
 struct Variant {
-  int element, x, scale; // Element, Dtype, Dtype
+  int element, x, scale; // Element, Dtype, Dtype; x in f32 comes as pairs of f16 rows (pairs.cu)
   int zero;              // 1: zero points from qzeros
   int run;               // slices that share a scale: 1, 2, 4, 8; 0: one scale for all of k
   int block;             // 1: a scale for whole tiles of columns, or, when run is 0, no scale but the factor
@@ -30,9 +30,10 @@ template <Variant V>
 __global__ void __launch_bounds__(max_threads(V), 1)
     marlin_decode(const u8* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
                   const void* __restrict__ factors, const void* __restrict__ bias, const u16* __restrict__ x, u16* y,
-                  float* scratch, u32* counters, int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx,
-                  i64 ldy, int bias_type, int columns, int part1, int part2, int part3) {
-  constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
+                  const void* residual, const float* row_factors, float* scratch, u32* counters, int m, int n, int k,
+                  int n_padded, int k_padded, int group, i64 ldx, i64 ldy, i64 ld_residual, int each, int bias_type,
+                  int columns, int part1, int part2, int part3) {
+  constexpr Dtype Y = Dtype(V.x), T = mma_type(Y), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
   using D = Decode<Element(V.element), T, V.zero != 0>;
   constexpr int DEPTH = depth(V), R = V.run ? V.run : 4, RUNS = DEPTH / R;
   constexpr int VECTORS = D::TILE_WORDS / 4; // 16-byte loads of a lane in one tile
@@ -84,11 +85,13 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   const u32* row = reinterpret_cast<const u32*>(x + min(g, m - 1) * ldx) + t;
 
   float* sums = reinterpret_cast<float*>(shared); // [2][warps][m][RED]
-  const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
+  const int tokens = m / rows_of_token(Y);
+  const Output out{y, ldy, tokens, n, bias, Dtype(bias_type), residual, ld_residual, each};
   const Factor factor{factors, n, columns, {part1, part2, part3}};
   auto finish = [&](int token, int column, float sum) {
     if constexpr (V.factor) sum *= factor.of<F>(column);
-    out.store<T>(token, column, sum);
+    if constexpr (Y == Dtype::f32) sum *= row_factors[token];
+    out.store<Y>(token, column, sum);
   };
   int parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
@@ -150,20 +153,23 @@ __global__ void __launch_bounds__(max_threads(V), 1)
         if (token < m) mine[token * RED + 16 * j + 8 * (c / 2) + g] = v;
       }
     __syncthreads();
-    for (int e = threadIdx.x; e < m * 64; e += blockDim.x) {
+    for (int e = threadIdx.x; e < tokens * 64; e += blockDim.x) {
       const int token = e / 64, column = tile * 64 + e % 64;
       float v = 0;
-      for (int w = 0; w < warps; w++) v += sums[((parity * warps + w) * m + token) * RED + e % 64];
+      for (int w = 0; w < warps; w++)
+#pragma unroll
+        for (int r = 0; r < rows_of_token(Y); r++)
+          v += sums[((parity * warps + w) * m + token * rows_of_token(Y) + r) * RED + e % 64];
       if (gridDim.y == 1)
         finish(token, column, v);
       else
-        scratch[(i64(blockIdx.y) * m + token) * n_padded + column] = v;
+        scratch[(i64(blockIdx.y) * tokens + token) * n_padded + column] = v;
     }
     if (gridDim.y > 1 && last_to_arrive(counters + tile, gridDim.y))
-      for (int e = threadIdx.x; e < m * 64; e += blockDim.x) {
+      for (int e = threadIdx.x; e < tokens * 64; e += blockDim.x) {
         const int token = e / 64, column = tile * 64 + e % 64;
         float v = 0;
-        for (int s = 0; s < int(gridDim.y); s++) v += __ldcg(scratch + (i64(s) * m + token) * n_padded + column);
+        for (int s = 0; s < int(gridDim.y); s++) v += __ldcg(scratch + (i64(s) * tokens + token) * n_padded + column);
         finish(token, column, v);
       }
   }

@@ -105,8 +105,8 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | Non
         block=w.features * w.ways + 128,
         shared=shared(spec, w, stages),
         args=(
-            *("qweight", "scales", "qzeros", "bias", f"{x}_map", "y", "scratch", "counters"),
-            *("m", "n", k, "n_padded", "group", bias_type, split, "ldy"),
+            *("qweight", "scales", "qzeros", "bias", f"{x}_map", "y", "residual", "scratch", "counters"),
+            *("m", "n", k, "n_padded", "group", bias_type, split, "ldy", "ld_residual", "each"),
         ),
         box=(w.tokens, STEP),
     )

@@ -7,7 +7,7 @@
 | above, on Hopper | marlin_wgmma (marlin_hopper_plan) | 128 to 512 features x 16 to 128 tokens |
 
 All read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes) ``gather`` goes
-before them.
+before them. float32 rows become ``pairs`` of f16 rows, which the first two kernels multiply and add.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .marlin_hopper_plan import Wgmma
 Spec = Mapping[str, Any]
 
 DECODE_TOKENS = 8
-X_DTYPES = ("f16", "bf16")
+X_DTYPES = ("f16", "bf16", "f32")
 
 CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -37,6 +37,8 @@ K_LIMIT = 2**21
 
 HOPPER_SHARED = 232448
 """Bytes of shared memory a block has on every sm_90."""
+
+PAIRED = "; each row of x is multiplied as two of f16, which keep 22 bits of its numbers and any size; sums stay fp32"
 
 STATIC = 128
 """Bytes of shared memory the kernels take besides what a stage asks for."""
@@ -119,14 +121,33 @@ def _variant(spec: Spec, x_dtype: str, run: int, *shape: int) -> tuple[int, ...]
     return *types, *kind, *shape
 
 
-def _args(spec: Spec, gathered: bool) -> tuple[str | int, ...]:
+def _args(spec: Spec, rows: int, gathered: bool) -> tuple[str | int, ...]:
     """What both kernels begin with; gathered rows are k_padded long."""
     x, k, ldx = ("gathered", "k_padded", "ld_gathered") if gathered else ("x", "k", "ldx")
     bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
     factors = "global_scale" if "global" in spec or not scales.factor(spec) else "scales"
-    operands = ("qweight", "scales", "qzeros", factors, "bias", x, "y", "scratch", "counters")
-    extents = ("m", "n", k, "n_padded", "k_padded", "group", ldx, "ldy")
+    operands = ("qweight", "scales", "qzeros", factors, "bias", x, "y", "residual", "factors", "scratch", "counters")
+    extents = (rows, "n", k, "n_padded", "k_padded", "group", ldx, "ldy", "ld_residual", "each")
     return (*operands, *extents, bias_type, *scales.args(spec))
+
+
+def _rows(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool) -> tuple[int, Stage | None]:
+    """How many rows kernels multiply, and the launch before that makes them where those of x cannot be read."""
+    if x_dtype == "f32":
+        return 2 * m, _pairs(spec, m, device)
+    return m, _gather(spec, m, device) if spec["perm"] or not aligned else None
+
+
+def _pairs(spec: Spec, m: int, device: Device) -> Stage:
+    return Stage(
+        kernel="pairs",
+        variant=(int(spec["perm"]),),
+        target=f"sm_{device.arch}",
+        grid=(min(m, 4 * device.sms), 1, 1),
+        block=512,
+        shared=0,
+        args=("perm", "x", "gathered", "factors", "m", "k", "k_padded", "ldx"),
+    )
 
 
 def _gather(spec: Spec, m: int, device: Device) -> Stage:
@@ -160,8 +181,7 @@ def choose_decode(spec: Spec, device: Device) -> Decode:
     return Decode(warps, splits, -(-tiles // waves))
 
 
-def _decode(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, d: Decode) -> Plan:
-    gather = spec["perm"] or not aligned or spec["k"] % 2 != 0
+def _decode(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | None, d: Decode) -> Plan:
     tiles = spec["n_padded"] // 64
     stage = Stage(
         kernel="marlin_decode",
@@ -169,17 +189,16 @@ def _decode(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, d: 
         target=f"sm_{device.arch}",
         grid=(d.columns, d.splits, 1),
         block=32 * d.warps,
-        shared=(1 if d.columns >= tiles else 2) * d.warps * m * 68 * 4,
-        args=_args(spec, gather),
+        shared=(1 if d.columns >= tiles else 2) * d.warps * rows * 68 * 4,
+        args=_args(spec, rows, before is not None),
     )
     cut = d.splits > 1
     return Plan(
-        (_gather(spec, m, device), stage) if gather else (stage,),
+        (before, stage) if before else (stage,),
         f"{d}: at m <= {DECODE_TOKENS} the time is that of reading the weights once",
-        scratch=4 * d.splits * m * spec["n_padded"] if cut else 0,
-        gathered=2 * m * spec["k_padded"] if gather else 0,
+        scratch=4 * d.splits * rows * spec["n_padded"] if cut else 0,
         counters=tiles if cut else 0,
-        rejected=(("tiled", f"its smallest tile has 16 tokens, m is {m}"),),
+        rejected=(("tiled", f"its smallest tile has 16 tokens, this has {rows}"),),
     )
 
 
@@ -217,7 +236,7 @@ def choose_tile(spec: Spec, m: int, device: Device, x_dtype: str) -> tuple[Tiled
     """The tile of the least estimated time, and why not each other one. wgmma goes first wherever it runs."""
     times: dict[Tiled | Wgmma, float] = {}
     refused: dict[str, str] = {}
-    reason = hopper.refuse(spec, device)
+    reason = "does not add pairs of rows" if x_dtype == "f32" else hopper.refuse(spec, device)
     if reason is None:
         refused["mma.sync"] = "slower than wgmma wherever both were measured"
         for w in hopper.TILES:
@@ -239,11 +258,10 @@ def choose_tile(spec: Spec, m: int, device: Device, x_dtype: str) -> tuple[Tiled
     return best, (*refused.items(), *slower.items())
 
 
-def _tiled(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, t: Tiled) -> Plan:
-    gather = spec["perm"] or not aligned
-    rows, columns, steps = _work(spec, m, t)
+def _tiled(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | None, t: Tiled) -> Plan:
+    down, across, steps = _work(spec, rows, t)
     blocks = device.sms * _resident(spec, x_dtype, t)
-    waves, rest = divmod(rows * columns, blocks)
+    waves, rest = divmod(down * across, blocks)
     streams = min(blocks, rest * steps) if t.cut and rest * steps * blocks < 2**32 else rest
     stage = Stage(
         kernel="marlin_tiled",
@@ -252,14 +270,13 @@ def _tiled(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, t: T
         grid=(blocks if waves else streams, 1, 1),
         block=256,
         shared=t.shared,
-        args=(*_args(spec, gather), rows, steps, waves, streams),
+        args=(*_args(spec, rows, before is not None), down, steps, waves, streams),
     )
     cut = streams > rest
     return Plan(
-        (_gather(spec, m, device), stage) if gather else (stage,),
-        f"{t}: {rows} x {columns} tiles on {device.sms} SMs take the least time by estimate",
+        (before, stage) if before else (stage,),
+        f"{t}: {down} x {across} tiles on {device.sms} SMs take the least time by estimate",
         scratch=8 * streams * t.features * t.tokens if cut else 0,
-        gathered=2 * m * spec["k_padded"] if gather else 0,
         counters=rest if cut else 0,
     )
 
@@ -272,7 +289,7 @@ def _supported(spec: Spec, device: Device, x_dtype: str) -> None:
     known = scales.SCALES.get(spec["element"], ())
     if x_dtype not in X_DTYPES or spec["scale"] not in known:
         found = f"{spec['element']} with {spec['scale']} scales, {x_dtype} activations"
-        need = f"{' or '.join(known)} scales; f16 or bf16 activations"
+        need = f"{' or '.join(known)} scales; {', '.join(X_DTYPES)} activations"
         raise UnsupportedError("no Marlin kernel for these types", found=found, need=need)
     if spec["k_padded"] > K_LIMIT:
         raise UnsupportedError(
@@ -298,33 +315,42 @@ def plan(
 ) -> Plan:
     """The launches of y[m, n] = x[m, k] @ W.T for a module that ``marlin.spec`` describes.
 
-    ``x_dtype``: "f16" or "bf16", also y's. ``aligned``: every row of x starts on 16 bytes. ``variant`` replaces the
-    choice, for measuring. ``numerics`` is one of ``numerics(spec)``, None for the first. Raises ``UnsupportedError``
-    where no kernel of ours runs.
+    ``x_dtype``: "f16", "bf16" or "f32", also y's. ``aligned``: every row of x starts on 16 bytes. ``variant`` replaces
+    the choice, for measuring. ``numerics`` is one of ``numerics(spec)``, None for the first. Raises
+    ``UnsupportedError`` where no kernel of ours runs.
     """
     _supported(spec, device, x_dtype)
     if m == 0:
         return Plan((), "no rows")
-    if variant is None and m <= DECODE_TOKENS:
+    rows, before = _rows(spec, m, device, x_dtype, aligned)
+    if variant is None and rows <= DECODE_TOKENS:
         variant = choose_decode(spec, device)
-    if isinstance(variant, Decode):
-        return _decode(spec, m, device, x_dtype, aligned, variant)
     rejected: tuple[tuple[str, str], ...] = ()
     if variant is None:
-        variant, rejected = choose_tile(spec, m, device, x_dtype)
-        rejected = (("decode", f"serves up to {DECODE_TOKENS} tokens, m is {m}"), *rejected)
-    if isinstance(variant, Wgmma):
-        gather = _gather(spec, m, device) if spec["perm"] or not aligned else None
-        made = hopper.launch(spec, m, device, x_dtype, gather, variant)
+        variant, rejected = choose_tile(spec, rows, device, x_dtype)
+        rejected = (("decode", f"serves up to {DECODE_TOKENS} rows, this has {rows}"), *rejected)
+    if isinstance(variant, Decode):
+        if spec["k"] % 2:
+            before = before or _gather(spec, m, device)
+        made = _decode(spec, rows, device, x_dtype, before, variant)
+    elif isinstance(variant, Wgmma):
+        made = hopper.launch(spec, m, device, x_dtype, before, variant)
     else:
-        made = _tiled(spec, m, device, x_dtype, aligned, variant)
-    return replace(made, rejected=rejected)
+        made = _tiled(spec, rows, device, x_dtype, before, variant)
+    split = x_dtype == "f32"
+    return replace(
+        made,
+        why=made.why + PAIRED if split else made.why,
+        gathered=2 * rows * spec["k_padded"] if before else 0,
+        factors=4 * m if split else 0,
+        rejected=rejected or made.rejected,
+    )
 
 
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
     device = Device(arch, sms=1, shared=1 << 20)
-    yield from (("gather", (ordered,), f"sm_{arch}") for ordered in (0, 1))
+    yield from ((kernel, (ordered,), f"sm_{arch}") for kernel in ("gather", "pairs") for ordered in (0, 1))
     seen = set()
     every = (
         (spec, x_dtype)
@@ -341,7 +367,7 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
             if row not in seen:
                 seen.add(row)
                 yield *row, f"sm_{arch}"
-        if arch == 90 and not ELEMENTS[spec["element"]].is_float:
+        if arch == 90 and x_dtype != "f32" and not ELEMENTS[spec["element"]].is_float:
             for variant in hopper.variants(spec, x_dtype, HOPPER_SHARED):
                 if ("marlin_wgmma", variant) not in seen:
                     seen.add(("marlin_wgmma", variant))

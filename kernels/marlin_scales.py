@@ -63,7 +63,8 @@ def factor(spec: Spec) -> bool:
 
 def mixed(spec: Spec, x_dtype: str) -> bool:
     """Scales that would not multiply 16-bit weights with one rounding: they multiply fp32 sums, a second set."""
-    return bool(spec["group"] != -1 and (spec["scale"] != x_dtype or ELEMENTS[spec["element"]].is_float))
+    other = x_dtype == "f32" or spec["scale"] != x_dtype or ELEMENTS[spec["element"]].is_float
+    return bool(spec["group"] != -1 and other)
 
 
 def wide(spec: Spec) -> bool:

@@ -11,7 +11,7 @@
 #include "output.cuh"
 
 struct Variant {
-  int element, x, scale; // Element, Dtype, Dtype
+  int element, x, scale; // Element, Dtype, Dtype; x in f32 comes as pairs of f16 rows (pairs.cu)
   int zero;              // 1: zero points from qzeros
   int run;               // slices that share a scale: 1, 2, 4; 0: one scale for all of k
   int block;             // 1: a scale for whole tiles of columns, or, when run is 0, no scale but the factor
@@ -24,7 +24,9 @@ constexpr int THREADS = 256;
 constexpr int SLICES = 4; // k16 slices of a warp's step
 
 // Scales that would not multiply 16-bit weights with one rounding, or beyond their range, multiply fp32 sums of a run.
-constexpr bool scales_sums(Variant v) { return v.run != 0 && (v.scale != v.x || facts(Element(v.element)).exponent); }
+constexpr bool scales_sums(Variant v) {
+  return v.run != 0 && (v.scale != v.x || Dtype(v.x) == Dtype::f32 || facts(Element(v.element)).exponent);
+}
 
 template <Variant V>
 struct Shape {
@@ -49,10 +51,10 @@ template <Variant V>
 __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
     marlin_tiled(const u32* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
                  const void* __restrict__ factors, const void* __restrict__ bias, const u16* __restrict__ x, u16* y,
-                 float* scratch, u32* counters, int m, int n, int k, int n_padded, int k_padded, int group, i64 ldx,
-                 i64 ldy, int bias_type, int columns, int part1, int part2, int part3, int rows, int steps, int waves,
-                 int streams) {
-  constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
+                 const void* residual, const float* row_factors, float* scratch, u32* counters, int m, int n, int k,
+                 int n_padded, int k_padded, int group, i64 ldx, i64 ldy, i64 ld_residual, int each, int bias_type,
+                 int columns, int part1, int part2, int part3, int rows, int steps, int waves, int streams) {
+  constexpr Dtype Y = Dtype(V.x), T = mma_type(Y), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
   using D = Decode<Element(V.element), T, V.zero != 0>;
   using P = Shape<V>;
   constexpr int R = V.run ? V.run : SLICES, RUNS = SLICES / R, NB = P::NB, JB = P::JB, TILE = P::FEATURES / 64;
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
   const Divide group_of(V.run ? group / (16 * R) : 1), block_of(V.run && V.block ? columns / 64 : 1);
   const int in_row = V.run && V.block ? (n + columns - 1) / columns : n_padded; // scales in a row of their grid
   const int all = rows * ((tiles + TILE - 1) / TILE); // 31 bits reach for 4 TB of y
-  const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
+  const Output out{y, ldy, m / rows_of_token(Y), n, bias, Dtype(bias_type), residual, ld_residual, each};
   const Factor factor{factors, n, columns, {part1, part2, part3}};
 
   // Whole tiles in turn, then the tiles that this block's share of the rest cuts. plan() keeps the products in 32 bits.
@@ -272,14 +274,24 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
           const float whole = V.factor ? factor.of<F>(column0 + column) : 1.0f;
           const float plus = out.bias_at(column0 + column);
 #pragma unroll
-          for (int nb = 0; nb < NB; nb++)
+          for (int nb = 0; nb < NB; nb++) {
+            const int row = (mw * NB + nb) * 8 + 2 * t;
+            if constexpr (Y == Dtype::f32) {
+              const int token = (row0 + row) / 2;
+              if (token < out.m)
+                out.store<Y>(token, column0 + column,
+                             (total[nb][j][2 * h] + total[nb][j][2 * h + 1]) * by * whole * row_factors[token]);
+            } else {
 #pragma unroll
-            for (int c = 0; c < 2; c++)
-              staged[((mw * NB + nb) * 8 + 2 * t + c) * P::ROW + column] =
-                  from_float<T>(total[nb][j][2 * h + c] * by * whole + plus);
+              for (int c = 0; c < 2; c++)
+                staged[(row + c) * P::ROW + column] = from_float<T>(
+                    out.ended<T>(total[nb][j][2 * h + c] * by * whole, plus, row0 + row + c, column0 + column));
+            }
+          }
         }
     }
     __syncthreads();
+    if constexpr (Y == Dtype::f32) return;
     for (int e = threadIdx.x; e < P::TOKENS * P::FEATURES / 8; e += THREADS) {
       const int token = e / (P::FEATURES / 8), column = e % (P::FEATURES / 8) * 8;
       out.store8(row0 + token, column0 + column,

@@ -306,8 +306,10 @@ DEVICE void store(float (&d)[2][V.tokens / 2], const Output& out, u8 (&buffer)[r
 #pragma unroll
     for (int i = 0; i < CHUNK / 8; i++) {
       const float *d0 = &d[0][(first / 8 + i) * 4], *d1 = &d[1][(first / 8 + i) * 4];
-      const u32 rows[4] = {pack<T>(d0[0] + bias[0], d0[1] + bias[0]), pack<T>(d0[2] + bias[1], d0[3] + bias[1]),
-                           pack<T>(d1[0] + bias[2], d1[1] + bias[2]), pack<T>(d1[2] + bias[3], d1[3] + bias[3])};
+      const int at = token + first + i * 8 + lane % 4 * 2, row = feature + lane / 4;
+      const u32 rows[4] = {
+          out.ended2<T>(d0[0], d0[1], bias[0], at, row), out.ended2<T>(d0[2], d0[3], bias[1], at, row + 8),
+          out.ended2<T>(d1[0], d1[1], bias[2], at, row + 16), out.ended2<T>(d1[2], d1[3], bias[3], at, row + 24)};
       stmatrix4_transposed(shared_address(&buffer[i * 8 + lane % 8][(lane / 8 ^ lane % 8 / 2) * 16]), rows);
     }
     __syncwarp();
@@ -423,8 +425,9 @@ DEVICE void multiply(Shared<V>& shared, const Problem<V>& p, int warp) {
 template <Variant V>
 __global__ void __launch_bounds__(threads_of(V), 1)
     marlin_wgmma(const u8* __restrict__ qweight, const u8* __restrict__ scales, const u8* __restrict__ qzeros,
-                 const void* __restrict__ bias, const __grid_constant__ TensorMap x_map, u16* y, float* scratch,
-                 u32* counters, int m, int n, int k, int n_padded, int group, int bias_type, int split, i64 ldy) {
+                 const void* __restrict__ bias, const __grid_constant__ TensorMap x_map, u16* y, const void* residual,
+                 float* scratch, u32* counters, int m, int n, int k, int n_padded, int group, int bias_type, int split,
+                 i64 ldy, i64 ld_residual, int each) {
   extern __shared__ __align__(1024) u8 dynamic[];
   Shared<V>& shared = *reinterpret_cast<Shared<V>*>(dynamic);
   if (threadIdx.x == 0) {
@@ -437,7 +440,7 @@ __global__ void __launch_bounds__(threads_of(V), 1)
   }
   __syncthreads();
 
-  const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
+  const Output out{y, ldy, m, n, bias, Dtype(bias_type), residual, ld_residual, each};
   const Problem<V> p{qweight, scales, qzeros, scratch, counters, out, k, n_padded, group, split};
   const int warp = uniform(threadIdx.x / 32);
   if (warp < warps_of(V) * V.ways) {

@@ -1,13 +1,27 @@
-// What every kernel does with a finished sum: bias in fp32, one rounding, only real rows and columns.
+// What every kernel does with a finished sum: bias and residual in fp32, rounded once or after each step, and stored for
+// real rows and columns only. kernels/epilogue.py computes the same bits.
 #pragma once
 #include "mma.cuh"
 
+// v as a number of type T.
+template <Dtype T>
+DEVICE float nearest(float v) {
+  if constexpr (T == Dtype::f32)
+    return v;
+  else
+    return to_float<T>(from_float<T>(v));
+}
+
+// y, bias and residual of a product; T below is y's type.
 struct Output {
   u16* y;
   i64 ldy;
   int m, n;
   const void* bias; // [n], or null
   Dtype bias_type;
+  const void* residual = nullptr; // [m, n] of y's type, or null
+  i64 ld_residual = 0;
+  int each = 0; // 1: the sum is rounded, and again after bias and after residual
 
   // The bias of a real column, 0 where there is none.
   DEVICE float bias_at(int column) const {
@@ -16,9 +30,33 @@ struct Output {
     const u16 bits = static_cast<const u16*>(bias)[column];
     return bias_type == Dtype::f16 ? to_float<Dtype::f16>(bits) : to_float<Dtype::bf16>(bits);
   }
+  // A sum and its bias -> what is left to round; `plus` is the bias.
+  template <Dtype T>
+  DEVICE float ended(float sum, float plus, int token, int column) const {
+    if (each) sum = nearest<T>(sum);
+    sum += plus;
+    if (residual == nullptr || token >= m || column >= n) return sum;
+    if (each) sum = nearest<T>(sum);
+    const i64 at = token * ld_residual + column;
+    if constexpr (T == Dtype::f32)
+      return sum + static_cast<const float*>(residual)[at];
+    else
+      return sum + to_float<T>(static_cast<const u16*>(residual)[at]);
+  }
+  // Two neighbouring tokens of a column as a pair.
+  template <Dtype T>
+  DEVICE u32 ended2(float low, float high, float plus, int token, int column) const {
+    if (residual == nullptr && !each) return pack<T>(low + plus, high + plus);
+    return pack<T>(ended<T>(low, plus, token, column), ended<T>(high, plus, token + 1, column));
+  }
   template <Dtype T>
   DEVICE void store(int token, int column, float sum) const {
-    if (token < m && column < n) y[token * ldy + column] = from_float<T>(sum + bias_at(column));
+    if (token >= m || column >= n) return;
+    const float v = ended<T>(sum, bias_at(column), token, column);
+    if constexpr (T == Dtype::f32)
+      reinterpret_cast<float*>(y)[token * ldy + column] = v;
+    else
+      y[token * ldy + column] = from_float<T>(v);
   }
   // Eight neighbours of a row; `v` is one 16-byte word of them.
   DEVICE void store8(int token, int column, uint4 v) const {

@@ -16,7 +16,7 @@ from warptile.runtime.build import GENERATED
 
 COMPILER = shutil.which("g++")
 HOST = Path(__file__).parent / "kernels" / "host"
-SOURCES = ("decode.cuh", "output.cuh", "strips.cuh", "gather.cu", "quantize.cu")
+SOURCES = ("decode.cuh", "output.cuh", "strips.cuh", "gather.cu", "pairs.cu", "quantize.cu")
 KERNELS = ("marlin_decode.cu", "marlin_tiled.cu", "mmq_decode.cu")
 
 

@@ -21,9 +21,9 @@ def parameters(kernel: str) -> list[str]:
 
 
 def type_of(arg: str | int) -> str:
-    if isinstance(arg, int) or arg in ("m", "n", "k", "n_padded", "k_padded", "group"):
+    if isinstance(arg, int) or arg in ("m", "n", "k", "n_padded", "k_padded", "group", "each"):
         return "int"
-    return "i64" if arg in ("ldx", "ldy", "ld_gathered") else "pointer"
+    return "i64" if arg in ("ldx", "ldy", "ld_residual", "ld_gathered") else "pointer"
 
 
 def fields(kernel: str) -> int:

@@ -14,6 +14,7 @@ from warptile.formats.container import Checkpoint
 from warptile.kernels import marlin
 
 ACTIVATION = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+"""The 16-bit ones."""
 
 
 @dataclass(frozen=True)
@@ -118,4 +119,4 @@ def random_quant(case: Case) -> QuantTensor:
 
 
 def random_x(shape: tuple[int, ...], dtype: str, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(ACTIVATION[dtype])
+    return np.random.default_rng(seed).standard_normal(shape).astype(ACTIVATION.get(dtype, dtype))

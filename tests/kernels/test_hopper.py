@@ -107,7 +107,7 @@ def test_cut_tiles_are_shared_evenly_and_each_part_has_its_own_slot(m: int, n: i
     spec = spec_of(n, k)
     made = plan(spec, m, H200, "f16", variant=Wgmma(tile.features, tile.tokens, tile.ways, cut=True))
     stage = made.stages[-1]
-    blocks, split, steps = stage.grid[0], stage.args[-2], -(-k // 64)
+    blocks, split, steps = stage.grid[0], stage.args[-4], -(-k // 64)
     assert isinstance(split, int)
     tiles = -(-m // tile.tokens) * -(-spec["n_padded"] // tile.features)  # type: ignore[operator]
     assert split in (0, tiles % 132)

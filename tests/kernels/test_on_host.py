@@ -14,13 +14,14 @@ from host_kernels import COMPILER, aligned, run, sources
 from linears import ACTIVATION, Case, random_quant, random_x
 from warptile.formats.canonical import QuantTensor, dequantize
 from warptile.kernels import marlin
+from warptile.kernels.epilogue import ROUNDINGS, finish
 from warptile.kernels.launch import Device
 from warptile.kernels.marlin_plan import Decode, Tiled, plan
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 DEVICE = Device(arch=90, sms=6, shared=232448)
-TYPES = {"float16": "f16", "bfloat16": "bf16"}
+TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +29,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sources(tmp_path_factory.mktemp("host"))
 
 
-def product(q: QuantTensor, x: np.ndarray, variant: Decode | Tiled | None, folder: Path, expert: int) -> np.ndarray:
+def product(
+    q: QuantTensor,
+    x: np.ndarray,
+    variant: Decode | Tiled | None,
+    folder: Path,
+    expert: int = 0,
+    residual: np.ndarray | None = None,
+    rounding: str = "once",
+) -> np.ndarray:
     tensors, spec = marlin.pack(q)
     (m, k), flat, wanted = x.shape, marlin.expected({**spec, "experts": None}), marlin.expected(spec)
     made = plan(spec, m, DEVICE, TYPES[x.dtype.name], k % 8 == 0, variant)
     memory = {suffix: aligned(tensor) for suffix, tensor in tensors.items()}
-    memory |= {"x": aligned(x), "y": aligned(np.full((m, spec["n"]), 0x7E00, np.uint16))}
+    memory |= {"x": aligned(x), "y": aligned(np.full((m, spec["n"]), np.nan, x.dtype))}
+    memory |= {} if residual is None else {"residual": aligned(residual)}
+    memory |= {"factors": aligned(np.full(made.factors, 0xFF, np.uint8))}
     memory |= {"scratch": aligned(np.full(made.scratch, 0xFF, np.uint8))}
     memory |= {"gathered": aligned(np.full(made.gathered, 0xFF, np.uint8))}
     memory |= {"counters": aligned(np.zeros(made.counters, np.uint32))}
     scalars = {**spec, "m": m, "ldx": k, "ldy": spec["n"], "ld_gathered": spec["k_padded"]}
+    scalars |= {"ld_residual": spec["n"], "each": int(rounding == "each")}
     stacked = {s: wanted[s][1] != flat[s][1] for s in tensors}
     at = {suffix: expert * (memory[suffix].nbytes // 3) for suffix in tensors if stacked[suffix]}
     for stage in made.stages:
@@ -79,3 +91,64 @@ def test_kernels_multiply_and_one_hot_rows_return_the_weights(
     got = np.float32(product(replace(q, bias=None), np.eye(case.k, dtype=to)[rows], variant, folder, expert))
     once, twice = (np.float32(w.T[rows].astype(first).astype(to)) for first in (np.float64, np.float32))
     np.testing.assert_array_equal(got, np.where(got == twice, twice, once))
+
+
+EXACT = Case("u4b8", scale="f16", group=32, low=0.25, high=0.25, n=72, k=200)
+"""Small whole numbers times a quarter: fp32 sums are exact in any order."""
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("bias", [None, "f16", "f32"])
+@pytest.mark.parametrize("added", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("variant", [Decode(4, 2, 1), Tiled(2, 4, 1, 1, cut=True)], ids=str)
+def test_bias_and_residual_are_rounded_as_the_reference_rounds_them(
+    variant: Decode | Tiled, added: bool, bias: str | None, rounding: str, dtype: str, folder: Path
+) -> None:
+    q, to, m = random_quant(replace(EXACT, bias=bias)), np.dtype(ACTIVATION.get(dtype, dtype)), 4
+    rng = np.random.default_rng(3)
+    x = rng.integers(-30, 31, (m, 200)).astype(to)
+    sums = np.float32(np.float64(x) @ dequantize(q, np.float64).T)
+    residual = (rng.standard_normal((m, 72)) * 100).astype(to) if added else None
+    got = product(q, x, variant, folder, residual=residual, rounding=rounding)
+    bits = f"u{to.itemsize}"
+    np.testing.assert_array_equal(got.view(bits), finish(sums, to, q.bias, residual, rounding).view(bits))
+    once, each = (finish(sums, to, q.bias, residual, r) for r in ROUNDINGS)
+    assert (once.tobytes() == each.tobytes()) == (dtype == "float32" or not (added or bias))
+
+
+@pytest.mark.parametrize(
+    ("case", "variant"),
+    [
+        (Case("u4", zero=True, scale="f32", group=48, order=True, bias="f32"), Decode(4, 1, 2)),
+        (Case("u8b128", scale="f16", group=64, n=130, k=336), Tiled(4, 4, 2, 1, cut=True)),
+        (replace(FP8, scale="bf16", group=-1, rows=0), None),
+        (replace(NVFP4, bias="bf16"), Tiled(2, 4, 1, 1)),
+    ],
+    ids=str,
+)
+def test_float32_rows_are_multiplied_to_nearly_their_own_precision(
+    case: Case, variant: Decode | Tiled | None, folder: Path
+) -> None:
+    """Rows of any size: what would overflow f16, or vanish in it, does neither."""
+    q = random_quant(case)
+    x = random_x((4, case.k), "float32") * np.float32([[1e-30], [1], [3e20], [1e30]])
+    x[1, ::2] *= np.float32(1e-6)
+    y = product(q, x, variant, folder)
+    exact = np.float64(x) @ dequantize(q, np.float64).T + (0 if q.bias is None else np.float64(q.bias))
+    assert y.dtype == np.float32
+    error = np.linalg.norm(y - exact, axis=1) / np.linalg.norm(exact, axis=1)
+    assert (error < 2e-6).all(), error
+
+
+def test_float32_rows_keep_22_bits_and_bad_rows_are_not_a_number(folder: Path) -> None:
+    k = 200
+    q = replace(random_quant(EXACT), codes=np.full((72, k), 9, np.uint8))  # ones, times a quarter
+    one_hot = np.eye(k, dtype=np.float32)[[0, 7, 199]] * np.float32([[1 / 3], [-np.pi * 1e30], [2e-44]])
+    y = product(q, one_hot, None, folder)
+    want = np.float64(one_hot) @ dequantize(q, np.float64).T
+    np.testing.assert_allclose(y, want, rtol=2.0**-21, atol=2.0**-150)
+    one_hot[0, 5], one_hot[2, 6] = np.nan, -np.inf
+    y = product(q, one_hot, None, folder)
+    assert np.isnan(y[[0, 2]]).all()
+    np.testing.assert_allclose(y[1], want[1], rtol=2.0**-21)

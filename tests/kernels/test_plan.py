@@ -46,9 +46,10 @@ SPECS = [
 @pytest.mark.parametrize("device", [H200, RTX_3090, A100], ids=lambda d: f"sm_{d.arch}")
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64, 200, 1024, 70000])
 def test_every_launch_fits_its_kernel_and_the_device(m: int, device: Device) -> None:
-    for spec, x_dtype, aligned in product(SPECS, ("f16", "bf16"), (True, False)):
+    for spec, x_dtype, aligned in product(SPECS, ("f16", "bf16", "f32"), (True, False)):
         made = plan(spec, m, device, x_dtype, aligned)
         assert made.why
+        assert bool(made.factors) == (x_dtype == "f32")
         for stage in made.stages:
             assert isinstance(stage, Stage)
             assert [type_of(a) for a in stage.args] == parameters(stage.kernel)
@@ -70,8 +71,8 @@ def test_no_rows_no_launch() -> None:
 def test_older_gpus_and_foreign_types_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="found sm_75; need sm_80 or newer"):
         plan(SPECS[0], 1, Device(arch=75, sms=40, shared=65536), "f16")
-    with pytest.raises(UnsupportedError, match="found u4b8 with f16 scales, f32 activations"):
-        plan(SPECS[0], 1, H200, "f32")
+    with pytest.raises(UnsupportedError, match="found u4b8 with f16 scales, e4m3 activations"):
+        plan(SPECS[0], 1, H200, "e4m3")
 
 
 def test_scales_that_are_no_column_of_a_group_are_refused() -> None:
@@ -115,7 +116,7 @@ def test_each_kind_of_scale_is_found_where_the_layout_puts_it(
         stage = plan(spec, m, H200, "bf16").stages[-1]
         assert stage.variant[4:7] == (run, *kind)
         assert stage.args[3] == (pointer or "global_scale")
-        at = stage.args.index("ldy") + 2
+        at = stage.args.index("each") + 2
         assert stage.args[at : at + 4] == numbers
 
 
@@ -128,7 +129,7 @@ def test_wgmma_names_the_elements_it_does_not_decode() -> None:
 
 def test_every_plan_finds_its_kernels_among_those_built_ahead() -> None:
     ahead = set(variants(80))
-    for spec, m, x_dtype in product(SPECS, (1, 9, 64, 1024), ("f16", "bf16")):
+    for spec, m, x_dtype in product(SPECS, (1, 9, 64, 1024), ("f16", "bf16", "f32")):
         for stage in plan(spec, m, A100, x_dtype).stages:
             assert (stage.kernel, stage.variant, stage.target) in ahead
 
