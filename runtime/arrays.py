@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-ACTIVATIONS: dict[str, np.dtype[Any]] = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+ACTIVATIONS: dict[str, np.dtype[Any]] = {
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f32": np.dtype(np.float32),
+}
 _NAMES = {dtype: name for name, dtype in ACTIVATIONS.items()}
-_TORCH = {"torch.float16": "f16", "torch.bfloat16": "bf16"}
-ITEM = 2
-"""Bytes of one activation."""
+_TORCH = {"torch.float16": "f16", "torch.bfloat16": "bf16", "torch.float32": "f32"}
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,16 @@ class Operand:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
-    """``f16``, ``bf16``, or the foreign name of a type no kernel takes."""
+    """``f16``, ``bf16``, ``f32``, or the foreign name of a type no kernel takes."""
     device: int | None
     owner: Any
     """The array that keeps the memory alive."""
     writable: bool = True
+
+    @property
+    def item(self) -> int:
+        """Bytes of one number."""
+        return 4 if self.dtype == "f32" else 2
 
     @property
     def rows(self) -> int:
@@ -69,7 +76,7 @@ class Operand:
     @property
     def aligned(self) -> bool:
         """Whether every row starts on 16 bytes."""
-        return self.row_stride is not None and (self.pointer | self.row_stride * ITEM) % 16 == 0
+        return self.row_stride is not None and (self.pointer | self.row_stride * self.item) % 16 == 0
 
     def span(self) -> tuple[int, int]:
         """First byte and the byte after the last that any element occupies."""
@@ -78,7 +85,7 @@ class Operand:
         low = high = 0
         for size, step in zip(self.shape, self.strides, strict=True):
             low, high = low + min((size - 1) * step, 0), high + max((size - 1) * step, 0)
-        return self.pointer + low * ITEM, self.pointer + (high + 1) * ITEM
+        return self.pointer + low * self.item, self.pointer + (high + 1) * self.item
 
 
 def _name(dtype: np.dtype[Any]) -> str:
@@ -178,7 +185,8 @@ class TorchKind(_Native):
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
         import torch
 
-        return torch.empty(shape, dtype={"f16": torch.float16, "bf16": torch.bfloat16}[dtype], device=like.device)
+        types = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+        return torch.empty(shape, dtype=types[dtype], device=like.device)
 
     def stream(self, device: int) -> int:
         import torch
@@ -232,14 +240,16 @@ def kind_of(x: Any) -> Kind:
 
 def host_view(operand: Operand) -> Array:
     """The numpy view of host memory; no copy, writable."""
-    extent = (operand.span()[1] - operand.span()[0]) // ITEM
+    item = operand.item
+    extent = (operand.span()[1] - operand.span()[0]) // item
     assert operand.device is None
     if not extent:
         return np.empty(operand.shape, ACTIVATIONS[operand.dtype])
     low = operand.span()[0]
-    raw = np.ctypeslib.as_array((ctypes.c_uint16 * extent).from_address(low))
+    word = ctypes.c_uint32 if item == 4 else ctypes.c_uint16
+    raw = np.ctypeslib.as_array((word * extent).from_address(low))
     view = np.lib.stride_tricks.as_strided(
-        raw[(operand.pointer - low) // ITEM :], operand.shape, [s * ITEM for s in operand.strides]
+        raw[(operand.pointer - low) // item :], operand.shape, [s * item for s in operand.strides]
     )
     return view.view(ACTIVATIONS[operand.dtype])
 
@@ -252,31 +262,40 @@ def borrowed(x: Operand) -> Operand:
     return replace(x, pointer=0, strides=tuple(reversed(steps)))
 
 
-def check(name: str, n: int, k: int, x: Operand, out: Operand | None) -> None:
+def check(name: str, n: int, k: int, x: Operand, out: Operand | None, residual: Operand | None = None) -> None:
     """Refuse, before anything runs, what does not fit a linear of n x k. Raises TypeError or ValueError."""
     if x.dtype not in ACTIVATIONS:
-        raise TypeError(f"{name}: x is {x.dtype}; need float16 or bfloat16")
+        raise TypeError(f"{name}: x is {x.dtype}; need float16, bfloat16 or float32")
     if not x.shape or x.shape[-1] != k:
         raise ValueError(f"{name}: x has shape {list(x.shape)}; need [.., {k}]")
-    if x.pointer % ITEM:
-        raise ValueError(f"{name}: x starts at an odd byte; need whole {x.dtype} elements")
+    if x.pointer % x.item:
+        raise ValueError(f"{name}: x starts at byte {x.pointer % x.item} of an element; need whole {x.dtype} elements")
     if x.rows >= 2**31:
         raise ValueError(f"{name}: x has {x.rows} rows; need fewer than 2^31")
+    for what, operand in (("out", out), ("residual", residual)):
+        if operand is not None:
+            _check_like_y(name, what, operand, x, (*x.shape[:-1], n))
     if out is None:
         return
-    want = (*x.shape[:-1], n)
-    if out.shape != want:
-        raise ValueError(f"{name}: out has shape {list(out.shape)}; need {list(want)}")
     if not out.writable:
         raise ValueError(f"{name}: out is read-only")
-    if out.dtype != x.dtype:
-        raise TypeError(f"{name}: out is {out.dtype}, x is {x.dtype}; need the same")
-    if out.pointer % ITEM:
-        raise ValueError(f"{name}: out starts at an odd byte; need whole {out.dtype} elements")
-    if out.row_stride is None:
-        raise ValueError(f"{name}: out has strides {list(out.strides)}; need one matrix of contiguous rows")
     if _overlap(x, out):
         raise ValueError(f"{name}: out overlaps x; need memory of its own")
+    same = residual is not None and (residual.pointer, residual.row_stride) == (out.pointer, out.row_stride)
+    if residual is not None and not same and _overlap(residual, out):
+        raise ValueError(f"{name}: out overlaps residual; need the very same elements, or none")
+
+
+def _check_like_y(name: str, what: str, operand: Operand, x: Operand, want: tuple[int, ...]) -> None:
+    if operand.shape != want:
+        raise ValueError(f"{name}: {what} has shape {list(operand.shape)}; need {list(want)}")
+    if operand.dtype != x.dtype:
+        raise TypeError(f"{name}: {what} is {operand.dtype}, x is {x.dtype}; need the same")
+    if operand.pointer % operand.item:
+        at = operand.pointer % operand.item
+        raise ValueError(f"{name}: {what} starts at byte {at} of an element; need whole {operand.dtype} elements")
+    if operand.row_stride is None:
+        raise ValueError(f"{name}: {what} has strides {list(operand.strides)}; need one matrix of contiguous rows")
 
 
 def _overlap(a: Operand, b: Operand) -> bool:
@@ -286,6 +305,6 @@ def _overlap(a: Operand, b: Operand) -> bool:
         return False
     if a.row_stride is None or a.row_stride != b.row_stride:
         return True
-    pitch, distance = a.row_stride * ITEM, b.pointer - a.pointer
+    pitch, distance = a.row_stride * a.item, b.pointer - a.pointer
     column = distance % pitch
-    return column < a.shape[-1] * ITEM or column + b.shape[-1] * ITEM > pitch
+    return column < a.shape[-1] * a.item or column + b.shape[-1] * b.item > pitch

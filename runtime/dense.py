@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..formats.canonical import Level, QuantTensor
-from .arrays import Operand
 from .cublas import WORKSPACE, Cublas
+from .product import Product
 from .scratch import Lane, on
 
 Array = NDArray[Any]
@@ -76,12 +76,18 @@ def _cast(name: str) -> Any:
     """Elementwise casts on bits, so that they do not depend on which 16-bit types cupy knows."""
     import cupy
 
-    bf16 = "unsigned int u = __float_as_uint(v); y = v != v ? 0x7FC0 : (u + 0x7FFF + ((u >> 16) & 1)) >> 16;"
+    bf16 = "unsigned int u = __float_as_uint(x); u = x != x ? 0x7FC0 : (u + 0x7FFF + ((u >> 16) & 1)) >> 16;"
     inputs, output, body = {
         "f16 to f32": ("float16 x", "float32 y", "y = x"),
         "bf16 to f32": ("uint16 x", "float32 y", "y = __uint_as_float((unsigned int)x << 16)"),
-        "f32 to f16": ("float32 acc, float32 bias", "float16 y", "y = acc + bias"),
-        "f32 to bf16": ("float32 acc, float32 bias", "uint16 y", f"float v = acc + bias; {bf16}"),
+        "f32 to f32": ("float32 x", "float32 y", "y = x"),
+        "f32 to f16": ("float32 x", "float16 y", "y = x"),
+        "f32 to bf16": ("float32 x", "uint16 y", f"{bf16} y = u"),
+        "f32 through f16": ("float32 x", "float32 y", "y = float16(x)"),
+        "f32 through bf16": ("float32 x", "float32 y", f"{bf16} y = __uint_as_float(u << 16)"),
+        "f16 added": ("float16 x", "float32 y", "y += float(x)"),
+        "bf16 added": ("uint16 x", "float32 y", "y += __uint_as_float((unsigned int)x << 16)"),
+        "f32 added": ("float32 x", "float32 y", "y += x"),
     }[name]
     return cupy.ElementwiseKernel(inputs, output, body, "warptile_" + name.replace(" ", "_"))
 
@@ -125,8 +131,10 @@ def dense(w: Any, bias: Array | None, dtype: str) -> Dense:
     """float32 weights as x's type ``dtype``, or as they are when that type cannot hold them to its own precision."""
     import cupy
 
+    if dtype == "f32":
+        return Dense(w, "f32", bias_of(bias))
     narrow = cupy.empty(w.shape, BITS[dtype])
-    _cast(f"f32 to {dtype}")(w, np.float32(0), narrow)
+    _cast(f"f32 to {dtype}")(w, narrow)
     back = cupy.empty_like(w)
     _cast(f"{dtype} to f32")(narrow, back)
     half_ulp = {"f16": 2.0**-11, "bf16": 2.0**-8}[dtype]
@@ -136,24 +144,44 @@ def dense(w: Any, bias: Array | None, dtype: str) -> Dense:
     return Dense(w, "f32", bias_of(bias))
 
 
-def multiply(cublas: Cublas, d: Dense, x: Operand, y: Operand, expert: int | None, lane: Lane, stream: int) -> None:
-    """y = x @ W.T + bias on a stream; x and y are matrices of contiguous rows. Hold the lane's lock."""
+def multiply(cublas: Cublas, d: Dense, p: Product, lane: Lane, stream: int) -> None:
+    """p's y on a stream, into ``p.out``; x, y and residual are matrices of contiguous rows. Hold the lane's lock."""
+    x, y, expert = p.x, p.out, p.expert
+    assert y is not None
     m, n, k, ldx, ldy = x.rows, y.shape[-1], x.shape[-1], x.row_stride, y.row_stride
     assert ldx is not None
     assert ldy is not None
     weight = (d.weight if expert is None else d.weight[expert]).data.ptr
     bias = None if d.bias is None else d.bias if expert is None else d.bias[expert]
     workspace = lane.buffer("cuBLAS workspace", WORKSPACE)
-    source, ld, pointer = d.dtype, ldx, x.pointer
+    ld, pointer = ldx, x.pointer
     with on(stream):
-        if d.dtype == "f32":
+        if d.dtype != x.dtype:
             wide = view(lane.buffer("widened x", m * k * 4), (m, k), (k, 1), "float32", lane)
             _cast(f"{x.dtype} to f32")(view(x.pointer, (m, k), (ldx, 1), BITS[x.dtype], x.owner), wide)
             ld, pointer = k, wide.data.ptr
-        if d.dtype != "f32" and bias is None:
-            cublas.gemm(m, n, k, weight, pointer, ld, source, y.pointer, ldy, source, stream, workspace)
+        if d.dtype == y.dtype and bias is None and p.residual is None:
+            cublas.gemm(m, n, k, weight, pointer, ld, d.dtype, y.pointer, ldy, y.dtype, stream, workspace)
             return
         sums = view(lane.buffer("fp32 sums", m * n * 4), (m, n), (n, 1), "float32", lane)
-        cublas.gemm(m, n, k, weight, pointer, ld, source, sums.data.ptr, n, "f32", stream, workspace)
-        target = view(y.pointer, (m, n), (ldy, 1), BITS[y.dtype], y.owner)
-        _cast(f"f32 to {y.dtype}")(sums, np.float32(0) if bias is None else bias, target)
+        cublas.gemm(m, n, k, weight, pointer, ld, d.dtype, sums.data.ptr, n, "f32", stream, workspace)
+        each = p.rounding == "each"
+        if each:
+            _round(sums, y.dtype)
+        if bias is not None:
+            sums += bias
+        if p.residual is not None:
+            if each:
+                _round(sums, y.dtype)
+            added = p.residual
+            assert added.row_stride is not None
+            _cast(f"{y.dtype} added")(
+                view(added.pointer, (m, n), (added.row_stride, 1), BITS[y.dtype], added.owner), sums
+            )
+        _cast(f"f32 to {y.dtype}")(sums, view(y.pointer, (m, n), (ldy, 1), BITS[y.dtype], y.owner))
+
+
+def _round(sums: Any, dtype: str) -> None:
+    """float32 numbers to those of a type, in place."""
+    if dtype != "f32":
+        _cast(f"f32 through {dtype}")(sums, sums)

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from ..formats.errors import UnsupportedError
 from ..kernels import launch as plans
 from ..kernels.quantize import KINDS, nbytes
 from . import build
-from .arrays import ACTIVATIONS, ITEM, CupyKind, Kind, NumpyKind, Operand, borrowed, host_view
+from .arrays import ACTIVATIONS, CupyKind, Kind, NumpyKind, Operand, borrowed, host_view
 from .catalog import Catalog, Module
 from .cublas import Cublas
-from .dense import Dense, multiply, view
+from .dense import BITS, Dense, multiply, view
 from .launch import Bound, describe
 from .load import Uploader
 from .product import Product, Quantized
@@ -92,7 +93,7 @@ class Cuda:
         return self.ready.weight_bytes
 
     def linear(self, p: Product) -> Any:
-        self._at_home(p.module.name, p.kind, x=p.x, out=p.out)
+        self._at_home(p.module.name, p.kind, x=p.x, out=p.out, residual=p.residual)
         with current(self.index):
             stream, x, out, result = p.kind.stream(self.index), p.x, p.out, None
             if p.quantized is not None and p.quantized.lane is not self._lanes.of(stream):
@@ -125,7 +126,7 @@ class Cuda:
                 loan = lane.lend(codes + factors, "x in 8 bits")
                 handle = Quantized(self, kind, borrowed(x), numerics, lane, loan, partial(setattr, loan, "free", True))
                 if x.rows:
-                    there = x if x.device is not None else self._sent("quantize", x, lane, stream)
+                    there = x if x.device is not None else self._sent("quantize", "x", x, lane, stream)
                     there = there if there.row_stride is not None else _packed(there, lane, stream)
                     assert there.row_stride is not None
                     given = {"quantized": loan.memory.ptr, "factors": loan.memory.ptr + codes}
@@ -140,15 +141,16 @@ class Cuda:
         m, n = p.x.rows, p.module.n
         lane = self._lanes.of(stream)
         with lane.lock:
-            x = p.x if p.quantized is not None else self._sent(p.module.name, p.x, lane, stream)
-            back = Operand(lane.buffer("host y", m * n * ITEM), (m, n), (n, 1), x.dtype, self.index, lane)
-            self._product(replace(p, x=x), back, stream)
+            x = p.x if p.quantized is not None else self._sent(p.module.name, "x", p.x, lane, stream)
+            back = Operand(lane.buffer("host y", m * n * x.item), (m, n), (n, 1), x.dtype, self.index, lane)
+            added = None if p.residual is None else self._sent(p.module.name, "residual", p.residual, lane, stream)
+            self._product(replace(p, x=x, residual=added), back, stream)
             result = np.empty((m, n), ACTIVATIONS[x.dtype])
             runtime.memcpyAsync(result.ctypes.data, back.pointer, result.nbytes, runtime.memcpyDeviceToHost, stream)
             runtime.streamSynchronize(stream)
         host_view(out)[...] = result.reshape(out.shape)
 
-    def _sent(self, name: str, x: Operand, lane: Lane, stream: int) -> Operand:
+    def _sent(self, name: str, what: str, x: Operand, lane: Lane, stream: int) -> Operand:
         """A host array's rows in the lane's staging memory. Hold the lane's lock."""
         from cupy.cuda import runtime
 
@@ -156,7 +158,7 @@ class Cuda:
             raise RuntimeError(f"{name}: numpy arrays cannot take part in a graph capture; pass cupy or torch")
         shape = (x.rows, x.shape[-1])
         source = np.ascontiguousarray(host_view(x)).reshape(shape)
-        there = Operand(lane.buffer("host x", source.nbytes), shape, (shape[1], 1), x.dtype, self.index, lane)
+        there = Operand(lane.buffer(f"host {what}", source.nbytes), shape, (shape[1], 1), x.dtype, self.index, lane)
         runtime.memcpyAsync(there.pointer, source.ctypes.data, source.nbytes, runtime.memcpyHostToDevice, stream)
         return there
 
@@ -182,14 +184,23 @@ class Cuda:
         if module.n == whole.n:
             self._product(p, out, stream)
             return
-        lane, m = self._lanes.of(stream), p.x.rows
+        lane, m, item = self._lanes.of(stream), p.x.rows, p.x.item
+        pitch, first, width = whole.n * item, module.rows[0] * item, module.n * item
+
+        def copy(to: int, to_pitch: int, source: int, source_pitch: int) -> None:
+            device = runtime.memcpyDeviceToDevice
+            runtime.memcpy2DAsync(to, max(to_pitch, width), source, max(source_pitch, width), width, m, device, stream)
+
         assert out.row_stride is not None
         with lane.lock:
-            y = lane.buffer("all parts", m * whole.n * ITEM)
-            self._product(p, Operand(y, (m, whole.n), (whole.n, 1), p.x.dtype, self.index, lane), stream)
-            pitch, source, width = max(out.row_stride, module.n) * ITEM, y + module.rows[0] * ITEM, module.n * ITEM
-            on_device = runtime.memcpyDeviceToDevice
-            runtime.memcpy2DAsync(out.pointer, pitch, source, whole.n * ITEM, width, m, on_device, stream)
+            y = lane.buffer("all parts", m * pitch)
+            made = Operand(y, (m, whole.n), (whole.n, 1), p.x.dtype, self.index, lane)
+            if p.residual is not None:  # its own columns; what the others add up to is left behind
+                assert p.residual.row_stride is not None
+                copy(y + first, pitch, p.residual.pointer, p.residual.row_stride * item)
+                p = replace(p, residual=made)
+            self._product(p, made, stream)
+            copy(out.pointer, out.row_stride * item, y + first, pitch)
         self._lanes.settle(lane)
 
     def _rows(self, p: Product, out: Operand, stream: int) -> None:
@@ -197,9 +208,16 @@ class Cuda:
         for start in range(0, p.x.rows, ROWS):
             part, to = _slice(p.x, start), _slice(out, start)
             bound = self.ready.product(p.module, p.x.dtype, part.rows, part.aligned, p.numerics, p.quantized, stream)
+            added = None if p.residual is None else _slice(p.residual, start)
             operands = {"x": part.pointer, "y": to.pointer, "ldx": part.row_stride or 0, "ldy": to.row_stride or 0}
+            if added is not None:
+                operands |= {"residual": added.pointer, "ld_residual": added.row_stride or 0}
+            if p.rounding == "each":
+                operands["each"] = 1
             if p.quantized is not None:
                 operands |= _given(p.quantized, start)
+            if isinstance(bound, Bound) and not bound.adds:
+                _refuse_adding(p)
             if isinstance(bound, Bound) and not bound.needs_memory:
                 bound.launch(stream, operands, p.expert or 0, None)
                 continue
@@ -207,7 +225,8 @@ class Cuda:
             with lane.lock:
                 if isinstance(bound, Dense):
                     assert self.ready.cublas is not None
-                    _multiply(self.ready.cublas, bound, p.module, part, to, p.expert, lane, stream)
+                    multiplied = replace(p, x=part, out=to, residual=added)
+                    _multiply(self.ready.cublas, bound, multiplied, lane, stream)
                 else:
                     _launch(bound, stream, operands, p.expert or 0, lane)
             self._lanes.settle(lane)
@@ -240,7 +259,7 @@ class Cuda:
     def load(self, modules: Sequence[Module]) -> None:
         with current(self.index):
             for module in modules:
-                dtype = module.element if module.element in ACTIVATIONS else "f16"
+                dtype = module.element if module.element in ("f16", "bf16") else "f16"
                 if isinstance(self.ready.plan(module, 1, dtype, True, None), str):
                     self.ready.product(module, dtype, 1, True, None, None, None)
                 else:
@@ -259,7 +278,8 @@ class Cuda:
         with current(self.index):
             stream = kind.stream(self.index)
             for module, m, dtype in todo:
-                x, y = cupy.zeros((m, module.k), cupy.uint16), cupy.empty((m, module.n), cupy.uint16)
+                bits = BITS[dtype]
+                x, y = cupy.zeros((m, module.k), bits), cupy.empty((m, module.n), bits)
                 source, target = (replace(kind.operand(array), dtype=dtype) for array in (x, y))
                 for aligned in (False, True):
                     self.ready.product(module, dtype, m, aligned, numerics, None, None)
@@ -292,13 +312,20 @@ def _launch(bound: Bound, stream: int, operands: dict[str, int], expert: int, la
         raise
 
 
-def _multiply(
-    cublas: Cublas, d: Dense, module: Module, x: Operand, out: Operand, expert: int | None, lane: Lane, stream: int
-) -> None:
+def _multiply(cublas: Cublas, d: Dense, p: Product, lane: Lane, stream: int) -> None:
     try:
-        multiply(cublas, d, x, out, expert, lane, stream)
+        multiply(cublas, d, p, lane, stream)
     except RuntimeError as error:
-        raise RuntimeError(f"{module.name}: cuBLAS: {error}; m={x.rows}, n={module.n}, k={module.k}") from error
+        m, n, k = p.x.rows, p.module.n, p.module.k
+        raise RuntimeError(f"{p.module.name}: cuBLAS: {error}; m={m}, n={n}, k={k}") from error
+
+
+def _refuse_adding(p: Product) -> None:
+    """For kernels that end with one rounding of sum and bias."""
+    each = p.rounding == "each" and p.module.bias
+    if p.residual is not None or each:
+        asked = "round each step" if p.residual is None else "add a residual"
+        raise UnsupportedError(f"kernels of {p.module.layout} modules do not {asked}", tensor=p.module.name)
 
 
 def _given(handle: Quantized, start: int) -> dict[str, int]:
@@ -316,14 +343,14 @@ def _slice(x: Operand, start: int) -> Operand:
     stride, width = x.row_stride, x.shape[-1]
     assert stride is not None
     shape = min(ROWS, x.rows - start), width
-    return replace(x, pointer=x.pointer + start * stride * ITEM, shape=shape, strides=(stride, 1))
+    return replace(x, pointer=x.pointer + start * stride * x.item, shape=shape, strides=(stride, 1))
 
 
 def _packed(x: Operand, lane: Lane, stream: int) -> Operand:
     """A copy of x in the lane, as contiguous rows."""
-    shape = (x.rows, x.shape[-1])
+    shape, word = (x.rows, x.shape[-1]), f"uint{8 * x.item}"
     with on(stream):
-        source = view(x.pointer, x.shape, x.strides, "uint16", x.owner)
-        copy = view(lane.buffer("packed x", x.rows * shape[1] * ITEM), shape, (shape[1], 1), "uint16", lane)
+        source = view(x.pointer, x.shape, x.strides, word, x.owner)
+        copy = view(lane.buffer("packed x", x.rows * shape[1] * x.item), shape, (shape[1], 1), word, lane)
         copy.reshape(x.shape)[...] = source
     return replace(x, pointer=copy.data.ptr, shape=shape, strides=(shape[1], 1), owner=lane)

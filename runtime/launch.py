@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.launch import Plan, Stage
-from .arrays import ITEM
 from .build import compile as build_cubin
 from .cubin import Cubin
 from .load import Weights
@@ -20,12 +19,13 @@ from .scratch import Lane
 STATIC_SHARED = 48 << 10
 """Bytes of shared memory a kernel gets without opting in."""
 
-OPERANDS = ("x", "y", "ldx", "ldy", "scratch", "counters", "gathered", "quantized", "factors")
+CALLERS = ("x", "y", "residual", "ldx", "ldy", "ld_residual", "each")
+OPERANDS = (*CALLERS, "scratch", "counters", "gathered", "quantized", "factors")
 """Arguments that change from call to call."""
 
 MAPS = {"x_map": "k", "gathered_map": "k_padded"}
 """Arguments that are a tensor map by value, and the extent that is the length of their rows."""
-MAP_BYTES, MAP_ALIGNMENT = 128, 64
+MAP_BYTES, MAP_ALIGNMENT, MAP_ITEM = 128, 64, 2
 
 
 Key = tuple[str, tuple[int, ...], str]
@@ -144,7 +144,7 @@ class _Map:
             2,
             pointer,
             [u64(extent) for extent in self._extents],
-            [u64(stride * ITEM)],
+            [u64(stride * MAP_ITEM)],
             [u32(extent) for extent in reversed(self._box)],
             [u32(1), u32(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -161,7 +161,9 @@ class Bound:
 
     def __init__(self, name: str, plan: Plan, scalars: Mapping[str, int], weights: Weights, kernels: Kernels) -> None:
         self.name, self.plan = name, plan
-        self.needs_memory = bool(plan.scratch or plan.counters or plan.gathered or plan.quantized)
+        self.needs_memory = bool(plan.scratch or plan.counters or plan.gathered or plan.quantized or plan.factors)
+        self.adds = not plan.stages or "residual" in plan.stages[-1].args
+        """Whether it takes a residual, and rounds as it is told."""
         self._scalars = scalars
         self._lock = threading.Lock()
         self._stages: list[_Prepared] = []
@@ -212,8 +214,7 @@ class Bound:
             "gathered": buffer("gathered x", plan.gathered),
         }
         if quantizes:
-            memory["quantized"] = buffer("x in 8 bits", plan.quantized)
-            memory["factors"] = buffer("factors of x", plan.factors)
+            memory |= {"quantized": buffer("x in 8 bits", plan.quantized), "factors": buffer("factors", plan.factors)}
         return memory
 
     def _blame(self, i: int, error: CudaError) -> RuntimeError:

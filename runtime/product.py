@@ -53,7 +53,10 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Product:
-    """y = x @ W.T (+ bias), all of it checked. With ``quantized``, ``x`` has a shape, a type and a place, no memory."""
+    """y = x @ W.T (+ bias) (+ residual), all of it checked.
+
+    With ``quantized``, ``x`` has a shape, a type and a place, but no memory.
+    """
 
     module: Module
     kind: Kind
@@ -62,6 +65,8 @@ class Product:
     expert: int | None = None
     numerics: str | None = None
     quantized: Quantized | None = None
+    residual: Operand | None = None
+    rounding: str = "once"
 
 
 def check_numerics(module: Module, numerics: str | None) -> None:

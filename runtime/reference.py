@@ -36,15 +36,17 @@ class Reference:
         announce(why)
 
     def linear(self, p: Product) -> Any:
-        _on_host(p.module.name, p.x, p.out)
+        _on_host(p.module.name, x=p.x, out=p.out, residual=p.residual)
         weight, bias = self.catalog.decoded(p.module)
         if p.expert is not None:
             weight, bias = weight[p.expert], None if bias is None else bias[p.expert]
+        to = ACTIVATIONS[p.x.dtype]
         y = self._values(p) @ weight.T
-        if bias is not None:
-            y += bias.astype(np.float64)
         with np.errstate(over="ignore"):
-            rounded = y.astype(ACTIVATIONS[p.x.dtype])
+            for more in (bias, None if p.residual is None else host_view(p.residual)):
+                if more is not None:
+                    y = (y.astype(to).astype(np.float64) if p.rounding == "each" else y) + more.astype(np.float64)
+            rounded = y.astype(to)
         if p.out is not None:
             host_view(p.out)[...] = rounded
             return p.out.owner
@@ -59,7 +61,7 @@ class Reference:
 
     def quantize(self, kind: Kind, x: Operand, numerics: str) -> Quantized:
         """The handle holds d * q in float64."""
-        _on_host("quantize", x, None)
+        _on_host("quantize", x=x)
         rows = host_view(x).reshape(x.rows, x.shape[-1])
         values = dequantize(*quantize(rows, numerics), numerics, x.shape[-1]).reshape(x.shape)
         return Quantized(self, kind, borrowed(x), numerics, None, values, lambda: None)
@@ -89,7 +91,7 @@ class Reference:
         """Nothing is held."""
 
 
-def _on_host(name: str, x: Operand, out: Operand | None) -> None:
-    for what, operand in (("x", x), ("out", out)):
+def _on_host(name: str, **operands: Operand | None) -> None:
+    for what, operand in operands.items():
         if operand is not None and operand.device is not None:
             raise ValueError(f"{name}: {what} is on cuda:{operand.device}, this session on the cpu; move it")

@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 
 from ..formats.artifact import Artifact, open_artifact
 from ..kernels import layouts
+from ..kernels.epilogue import ROUNDINGS
 from ..kernels.quantize import KINDS
 from . import arrays
 from .arrays import Kind, Operand
@@ -141,13 +142,25 @@ class Session:
         """The decoded weights, float32 [n, k] or [E, n, k] in logical order, without bias; numpy or cupy."""
         return self._backend.dequantize(self._catalog.module(name))
 
-    def linear(self, name: str, x: Any, out: Any = None, expert: int | None = None, numerics: str | None = None) -> Any:
-        """y = x @ W.T (+ bias), accumulated in fp32, rounded once to x's type.
+    def linear(
+        self,
+        name: str,
+        x: Any,
+        out: Any = None,
+        expert: int | None = None,
+        numerics: str | None = None,
+        residual: Any = None,
+        rounding: str = "once",
+    ) -> Any:
+        """y = x @ W.T (+ bias) (+ residual), accumulated in fp32, rounded once to x's type.
 
-        ``x`` is [.., k] float16 or bfloat16, any strides; the result [.., n] is of x's kind, type and place. ``out``
-        takes the result instead: x's kind and type, rows contiguous, not overlapping x. ``expert`` picks one of a
-        stacked module. A linear that was fused with others still has its name: the others' outputs are made too, and
+        ``x`` is [.., k] float16, bfloat16 or float32, any strides; the result [.., n] is of x's kind, type and place.
+        ``out`` takes the result instead: x's kind and type, rows contiguous, not overlapping x. ``expert`` picks one of
+        a stacked module. A linear that was fused with others still has its name: the others' outputs are made too, and
         left behind. Work goes on the caller's current stream.
+
+        ``residual`` [.., n] of x's kind and type is added to the product and may be ``out`` itself. ``rounding`` "each"
+        rounds the product, and again after bias and after residual (see kernels/epilogue.py).
 
         ``numerics`` is "exact" (x as it is), "int8" (x rounded to 8 bits in blocks of 32), "e4m3" (in blocks of 128),
         or None for what suits the module's layout. What ``quantize`` gave may stand for x.
@@ -167,15 +180,11 @@ class Session:
             kind = arrays.kind_of(x)
             source = kind.operand(x)
         check_numerics(module, numerics)
-        target = None
-        if out is not None:
-            if type(arrays.kind_of(out)) is not type(kind):
-                raise TypeError(
-                    f"{module.name}: out is {arrays.kind_of(out).name}, x is {kind.name}; need the same kind"
-                )
-            target = kind.operand(out)
-        arrays.check(module.name, module.n, module.k, source, target)
-        return backend.linear(Product(module, kind, source, target, expert, numerics, handle))
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"{module.name}: rounding is {rounding!r}; need {' or '.join(ROUNDINGS)}")
+        target, added = (_like_x(module.name, kind, what, a) for what, a in (("out", out), ("residual", residual)))
+        arrays.check(module.name, module.n, module.k, source, target, added)
+        return backend.linear(Product(module, kind, source, target, expert, numerics, handle, added, rounding))
 
     def quantize(self, x: Any, numerics: str = "int8") -> Quantized:
         """x [.., k] rounded to 8 bits once, on the caller's current stream, for every ``linear`` that reads it.
@@ -232,6 +241,16 @@ class Session:
         return list({module.name: module for module in modules}.values())
 
 
+def _like_x(name: str, kind: Kind, what: str, array: Any) -> Operand | None:
+    """An array that goes with an x of ``kind``. Raises TypeError."""
+    if array is None:
+        return None
+    found = arrays.kind_of(array)
+    if type(found) is not type(kind):
+        raise TypeError(f"{name}: {what} is {found.name}, x is {kind.name}; need the same kind")
+    return kind.operand(array)
+
+
 def _check_expert(module: Module, expert: int | None) -> None:
     if expert is not None:
         expert = _whole("expert", expert)
@@ -259,9 +278,9 @@ def _extent(m: int) -> int:
 
 
 def _activation(dtype: str) -> str:
-    short = {"float16": "f16", "bfloat16": "bf16"}.get(dtype, dtype)
+    short = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}.get(dtype, dtype)
     if short not in arrays.ACTIVATIONS:
-        raise TypeError(f"activations of {dtype}; need float16 or bfloat16")
+        raise TypeError(f"activations of {dtype}; need float16, bfloat16 or float32")
     return short
 
 

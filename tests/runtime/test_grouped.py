@@ -88,6 +88,16 @@ def test_a_linear_is_columns_of_the_product_of_its_module(session, m):
     assert start == whole.shape[1]
 
 
+@pytest.mark.parametrize("m", [1, 20])
+def test_a_residual_is_added_to_the_part_alone(session, m):
+    x, residual = random_x((m, 96), "float16"), random_x((m, 128), "float16", seed=8)
+    whole = session.linear(f"{ATTN}.qkv_proj", x, residual=residual)
+    for name, start in (("q_proj", 0), ("k_proj", 72), ("v_proj", 112)):
+        own = np.ascontiguousarray(residual[:, start : start + ROWS[name]])
+        y = session.linear(f"{ATTN}.{name}", x, residual=own)
+        np.testing.assert_array_equal(y, whole[:, start : start + ROWS[name]])
+
+
 def test_an_expert_of_a_stack_answers_to_both_names(session, linears):
     x = random_x((4, 64), "bfloat16")
     for expert in range(3):

@@ -39,7 +39,7 @@ def exact(q, x, expert=None):
     return (np.float64(x) @ w.T + (0 if bias is None else np.float64(bias))).astype(x.dtype)
 
 
-@pytest.mark.parametrize("dtype", ACTIVATION)
+@pytest.mark.parametrize("dtype", [*ACTIVATION, "float32"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_linear_is_the_float64_product_rounded_once(case, dtype):
     q, x = random_quant(case), random_x((5, case.k), dtype)
@@ -59,6 +59,20 @@ def test_one_hot_rows_return_the_decoded_weights(case, dtype):
     assert decoded.dtype == np.float32
     np.testing.assert_array_equal(decoded, dequantize(q))
     np.testing.assert_array_equal(y, dequantize(q, np.float64).T.astype(y.dtype))
+
+
+def test_a_residual_is_added_before_the_rounding_or_each_step_is_rounded(session):
+    x, residual = random_x((3, 200), "float16"), random_x((3, 72), "float16", seed=9)
+    w, bias = dequantize(Q, np.float64), np.float64(Q.bias)
+    product = np.float64(x) @ w.T
+    once = (product + bias + np.float64(residual)).astype(np.float16)
+    each = ((product.astype(np.float16) + Q.bias) + residual).astype(np.float16)
+    np.testing.assert_array_equal(session.linear("mlp.down", x, residual=residual), once)
+    np.testing.assert_array_equal(session.linear("mlp.down", x, residual=residual, rounding="each"), each)
+    assert (once != each).any()
+    out = residual.copy()
+    assert session.linear("mlp.down", x, out=out, residual=out) is out
+    np.testing.assert_array_equal(out, once)
 
 
 @pytest.mark.parametrize("shape", [(200,), (1, 200), (2, 3, 200), (0, 200), (4, 0, 200)])
@@ -192,6 +206,7 @@ def test_an_unknown_name_is_a_key_error_with_close_matches(session, call, name, 
 
 
 GOOD = random_x((2, 200), "float16")
+SHARED = np.zeros((2, 80), np.float16)
 READ_ONLY = np.zeros((2, 72), np.float16)
 READ_ONLY.setflags(write=False)
 RECORDS = np.zeros((2, 200), [("a", "f2"), ("b", "i1")])["a"]
@@ -202,7 +217,7 @@ RECORDS = np.zeros((2, 200), [("a", "f2"), ("b", "i1")])["a"]
     [
         (GOOD[:, :199], {}, ValueError, "[2, 199]; need [.., 200]"),
         (np.ones((), np.float16), {}, ValueError, "need [.., 200]"),
-        (GOOD.astype(np.float32), {}, TypeError, "x is float32; need float16 or bfloat16"),
+        (GOOD.astype(np.float64), {}, TypeError, "x is float64; need float16, bfloat16 or float32"),
         (GOOD.astype(">f2"), {}, TypeError, "x is >f2"),
         (GOOD.view(np.int16), {}, TypeError, "x is int16"),
         (GOOD.tolist(), {}, TypeError, "x is list"),
@@ -214,6 +229,11 @@ RECORDS = np.zeros((2, 200), [("a", "f2"), ("b", "i1")])["a"]
         (GOOD, {"out": READ_ONLY}, ValueError, "read-only"),
         (GOOD, {"out": Exporter(np.zeros((2, 72), np.float16))}, TypeError, "need the same kind"),
         (GOOD, {"expert": 0}, ValueError, "no experts"),
+        (GOOD, {"residual": np.zeros((2, 71), np.float16)}, ValueError, "residual has shape [2, 71]; need [2, 72]"),
+        (GOOD, {"residual": np.zeros((2, 72), np.float32)}, TypeError, "residual is f32, x is f16; need the same"),
+        (GOOD, {"residual": Exporter(np.zeros((2, 72), np.float16))}, TypeError, "residual is dlpack, x is numpy"),
+        (GOOD, {"residual": SHARED[:, 1:73], "out": SHARED[:, :72]}, ValueError, "out overlaps residual"),
+        (GOOD, {"rounding": "twice"}, ValueError, "rounding is 'twice'; need once or each"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_work(session, monkeypatch, x, more, error, words):
@@ -233,7 +253,7 @@ def test_a_stack_needs_one_of_its_experts(session, expert, words):
     ("call", "error"),
     [
         (lambda s: s.explain("mlp.down", -1), ValueError),
-        (lambda s: s.explain("mlp.down", 1, "float32"), TypeError),
+        (lambda s: s.explain("mlp.down", 1, "float64"), TypeError),
         (lambda s: s.prepare([1, 2**31]), ValueError),
         (lambda s: s.prepare(1, "int8"), TypeError),
         (lambda s: s.prepare(1, names=["nobody"]), KeyError),
