@@ -8,7 +8,7 @@
 | `P.weight_scale_inv` | F32, BF16, F8_E8M0 | DeepSeek, Qwen, transformers: a multiplier in spite of its name; GPTQModel: a divisor (`weight_scale_semantics: inverse`) |
 | `P.weight_scale` | F32, BF16 | llm-compressor, ModelOpt: a multiplier |
 | `P.scale` | F8_E8M0 | newer DeepSeek |
-| `P`, `P_scale_inv` | F8_E4M3 [E, N, K] | transformers' stacked experts |
+| `P`, `P_scale_inv` | F8_E4M3 [E, N, K] | transformers' stacked experts; or their weights apart: ``fp8_weights.py`` |
 
 Scale shapes: the grid [ceil(N / bn), ceil(K / bk)], also squeezed when it is one block wide and as ModelOpt's
 [a, 1, b, 1]; [N] or [N, 1]; one value; one value for each part of a fused `qkv_proj` or `gate_up_proj`.
@@ -25,11 +25,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from . import checks, fp8_scales
+from . import checks, fp8_scales, fp8_weights
 from .bits import count_masked
 from .canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape, per_shard
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
+from .fp8_weights import Weights
 from .moves import BYTES
 from .stream import STEP, Blocks, Stream, hollow, whole
 
@@ -64,7 +65,7 @@ class Names:
 NAMES = (
     Names(
         ".weight",
-        (".weight_scale_inv", ".weight_scale", ".scale"),
+        fp8_weights.OWN,
         ".bias",
         (".input_scale", ".activation_scale", ".weight_zero_point"),
     ),
@@ -76,7 +77,9 @@ NAMES = (
 class Parts:
     """One module as its headers and scales describe it."""
 
+    weights: Weights
     weight: Tensor
+    """``weights.whole``"""
     scale: Tensor
     bias: Tensor | None
     kept: Mapping[str, Tensor]
@@ -107,26 +110,24 @@ def _members(checkpoint: Checkpoint, weight: Tensor) -> tuple[str, tuple[str, ..
     return None
 
 
-def _shared_scale(checkpoint: Checkpoint, weight: str) -> str | None:
-    """The scale tensor that transformers saves for all experts at once although their weights are apart."""
-    experts, _, expert = weight.rpartition(".experts.")
-    shared = f"{experts}.experts.{'down_proj' if '.down_proj' in expert else 'gate_up_proj'}_scale_inv"
-    return shared if expert[:1].isdigit() and shared in checkpoint.tensors else None
-
-
 def modules(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     """{P: its tensors}. A 16-bit weight beside a scale is no module: both pass through, with a note."""
     found: dict[str, tuple[str, ...]] = {}
+    stacks = fp8_weights.stacks(checkpoint)
+    stacked = {weight.name for weights in stacks.values() for weight in weights}
     for tensor in checkpoint.tensors.values():
         if tensor.dtype in (E4M3, *OTHERS):
             if members := _members(checkpoint, tensor):
                 checks.claim(found, *members, tensor)
-            elif tensor.name.endswith(".weight") and (tensor.dtype in OTHERS or _shared_scale(checkpoint, tensor.name)):
+            elif tensor.name.endswith(".weight") and tensor.dtype in OTHERS and tensor.name not in stacked:
                 checks.claim(found, tensor.name.removesuffix(".weight"), (tensor.name,), tensor)
         elif tensor.dtype in PLAIN and tensor.name.endswith(".weight"):
             members = _members(checkpoint, tensor)
             if members and ".weight_scale" in members[1][1]:
                 checkpoint.note(members[0], f"the weight is {tensor.dtype}: it and its unused scale pass through")
+    for stack, weights in stacks.items():
+        beside = (stack + s for s in (*NAMES[1].scales, *NAMES[1].kept) if stack + s in checkpoint.tensors)
+        checks.claim(found, stack, (*(weight.name for weight in weights), *beside), weights[0])
     return found
 
 
@@ -153,7 +154,7 @@ def describe(checkpoint: Checkpoint, module: str) -> Outline:
     *lead, n, k = parts.weight.shape
     residue = {suffix: t.array() for suffix, t in parts.kept.items()}
     if checkpoint.options.nan:
-        residue |= _nan_codes(_codes(parts.weight))
+        residue |= _nan_codes(parts.weights)
     level = parts.level()
     return Outline(
         element=ELEMENTS["e4m3"],
@@ -178,17 +179,16 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
     parts = _parts(checkpoint, module)
     residue = {suffix: t.array() for suffix, t in parts.kept.items()}
     if checkpoint.options.nan:
-        nan = _nan_codes(_codes(parts.weight))
+        nan = _nan_codes(parts.weights)
         for positions, _ in nan.values():
             checkpoint.note(module, f"{positions.size} NaN codes are read as zero")
         residue |= nan
 
     def slab(expert: int, rows: slice, columns: slice) -> Array:
-        stored = _codes(parts.weight)
-        codes = np.array((stored if stored.ndim == 3 else stored[None])[expert, rows, columns])
+        codes = parts.weights.slab(expert, rows, columns)
         if count_masked(codes, NAN):
             if not checkpoint.options.nan:
-                _refuse_nan(parts.weight)
+                _refuse_nan(parts.weights)
             codes[(codes & NAN) == NAN] = 0
         return codes
 
@@ -216,8 +216,9 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
     stored = SCALE_DTYPES[SCALES[source["scale_dtype"]]]
     grid = (1 / grid).astype(stored) if source["divide"] else np.ascontiguousarray(grid)
     joint = source["scale"][0]
+    weights = {module + source["weight"]: codes} if "weight" in source else fp8_weights.split(module, codes)
     tensors = {
-        module + source["weight"]: codes.view(ml_dtypes.float8_e4m3fn),
+        **{name: one.view(ml_dtypes.float8_e4m3fn) for name, one in weights.items()},
         module + source["scale"]: grid.view(np.uint8 if source["scale_dtype"] == "U8" else stored).reshape(
             source["scale_shape"]
         ),
@@ -227,37 +228,39 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
     return tensors | {f"{module}{joint}{suffix}": array for suffix, array in residue.items()}
 
 
-def _codes(weight: Tensor) -> Array:
-    return weight.array().view(np.uint8)
-
-
-def _nan_codes(codes: Array) -> dict[str, Array]:
+def _nan_codes(weights: Weights) -> dict[str, Array]:
     """int64 [2, c], where there are any: positions of NaN codes, and which they are."""
-    flat = codes.reshape(-1)
-    found = [first + np.flatnonzero((flat[first : first + STEP] & NAN) == NAN) for first in range(0, flat.size, STEP)]
-    positions = np.concatenate(found)
-    return {NAN_CODES: np.stack((positions, flat[positions])).astype(np.int64)} if positions.size else {}
+    found = []
+    for start, flat in weights.flat():
+        for first in range(0, flat.size, STEP):
+            run = flat[first : first + STEP]
+            at = np.flatnonzero((run & NAN) == NAN)
+            found.append(np.stack((start + first + at, run[at])).astype(np.int64))
+    nan = np.concatenate(found, axis=1)
+    return {NAN_CODES: nan} if nan.size else {}
 
 
-def _refuse_nan(weight: Tensor) -> None:
-    bad = (_codes(weight) & NAN) == NAN
-    checks.refuse_any(weight, bad, "codes 0x7F or 0xFF are NaN", "none", "--nan zero reads them as zeros")
+def _refuse_nan(weights: Weights) -> None:
+    for tensor in weights.tensors:
+        bad = (tensor.array().view(np.uint8) & NAN) == NAN
+        checks.refuse_any(tensor, bad, "codes 0x7F or 0xFF are NaN", "none", "--nan zero reads them as zeros")
 
 
 def _parts(checkpoint: Checkpoint, module: str) -> Parts:
     tensors, label = checkpoint.tensors, checkpoint.quantization
     checks.choice("--nan", checkpoint.options.nan, "zero")
     names = NAMES[0] if module + NAMES[0].weight in tensors else NAMES[1]
-    weight = tensors[module + names.weight]
+    stored = tensors.get(module + names.weight)
+    weights = fp8_weights.apart(checkpoint, module) if stored is None else fp8_weights.single(stored)
+    weight = weights.whole
     _check_type(weight, label)
     found = [tensors[module + suffix] for suffix in names.scales if module + suffix in tensors]
     if len(found) != 1:
-        shared = _shared_scale(checkpoint, weight.name)
         raise UnsupportedError(
-            "one scale is needed" if found else "the experts' weights are apart and their scales in one tensor",
+            "one scale is needed",
             file=weight.file,
             tensor=weight.name,
-            found=", ".join(t.name for t in found) or shared,
+            found=", ".join(t.name for t in found) or None,
             need=" or ".join(s[1:] for s in names.scales),
         )
     (scale,) = found
@@ -275,6 +278,7 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
         checks.refuse_any(zero, zero.array() != 0, "zero points beside FP8 codes", "all of them 0")
     block, shards = fp8_scales.block(checkpoint, module, weight, scale)
     return Parts(
+        weights=weights,
         weight=weight,
         scale=scale,
         bias=bias,
@@ -283,7 +287,7 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
         shards=shards,
         source={
             "format": "fp8",
-            "weight": names.weight,
+            **({} if stored is None else {"weight": names.weight}),
             "scale": scale.name.removeprefix(module),
             "scale_dtype": scale.dtype,
             "scale_shape": list(scale.shape),

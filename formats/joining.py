@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import gcd
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, from_shards
-from .stream import Stream, hollow
+from .stream import Blocks, Stream, hollow
 
 Array = NDArray[Any]
 Named = Mapping[str, Outline]
@@ -175,7 +176,7 @@ def _flipped(stream: Stream, symmetric: Element) -> Stream:
     if not symmetric.signed:
         return stream
     slab, sign = stream.slab, np.uint8(1 << symmetric.bits - 1)
-    return replace(stream, slab=lambda expert, rows, columns: slab(expert, rows, columns) ^ sign, blocks=None)
+    return replace(stream, blocks=None, slab=lambda expert, rows, columns: slab(expert, rows, columns) ^ sign)
 
 
 def join(streams: Sequence[Stream]) -> Stream:
@@ -188,13 +189,17 @@ def join(streams: Sequence[Stream]) -> Stream:
     ends = list(accumulate(q.n for q in qs))
     starts = [end - q.n for end, q in zip(ends, qs, strict=True)]
 
-    def slab(expert: int, rows: slice, columns: slice) -> Array:
+    def gathered(rows: slice, of: Callable[[Stream, slice], Array]) -> Array:
+        """``of`` each part that has some of the rows, with what they are there."""
         pieces = [
-            stream.slab(expert, slice(max(rows.start, start) - start, min(rows.stop, end) - start), columns)
+            of(stream, slice(max(rows.start, start) - start, min(rows.stop, end) - start))
             for stream, start, end in zip(streams, starts, ends, strict=True)
             if start < rows.stop and rows.start < end
         ]
         return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+
+    def slab(expert: int, rows: slice, columns: slice) -> Array:
+        return gathered(rows, lambda stream, some: stream.slab(expert, some, columns))
 
     def levels(kind: str) -> tuple[Level, ...]:
         return tuple(
@@ -212,7 +217,16 @@ def join(streams: Sequence[Stream]) -> Stream:
         perm=first.perm,
         bias=None if first.bias is None else np.concatenate([q.bias for q in qs if q.bias is not None], axis=-1),
     )
-    return Stream(tensor, slab, max(stream.along for stream in streams))
+    blocks = [stream.blocks for stream in streams if stream.blocks is not None]
+    stored = None
+    if len(blocks) == len(streams) and len({block.fields for block in blocks}) == 1:
+        stored = Blocks(blocks[0].fields, lambda expert, rows: gathered(rows, partial(_stored, expert)))
+    return Stream(tensor, slab, max(stream.along for stream in streams), stored)
+
+
+def _stored(expert: int, stream: Stream, rows: slice) -> Array:
+    assert stream.blocks is not None
+    return stream.blocks.rows(expert, rows)
 
 
 def _joined_level(parts: Sequence[Level], rows: Sequence[int], k: int) -> Level:

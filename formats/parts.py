@@ -179,7 +179,7 @@ def _in_range(stream: Stream, name: str, file: Path) -> Stream:
             )
         return codes
 
-    return replace(stream, slab=slab)
+    return replace(stream, blocks=None, slab=slab)
 
 
 def expert_of(

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cases
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case, gptq_case
-from stored import ROOT, zoo
+from stored import ROOT, checkpoint, zoo
 from typer.testing import CliRunner
 from warptile.convert import convert, inspect, report, unpack, verify
 from warptile.convert.cli import app
@@ -19,6 +20,7 @@ from warptile.formats.canonical import dequantize
 from warptile.formats.container import open_checkpoint
 from warptile.formats.errors import CorruptError, UnsupportedError, WarptileError
 from warptile.kernels import layouts
+from warptile.runtime import Session
 
 BOTH = {"fuse": True, "stack_experts": True}
 ATTN, MLP, MOE = "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.0.mlp.experts"
@@ -250,6 +252,37 @@ def test_a_layout_that_refuses_the_whole_leaves_the_parts(tmp_path, monkeypatch)
     result = convert(save(tmp_path / "model", modules), tmp_path / "out", to="marlin", fuse=True)
     assert [(a.name, a.reason) for a in result.plan.apart] == [(f"{MLP}.gate_up_proj", "as one: too tall")]
     assert len(result.plan.converted) == 2
+
+
+@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize("flags", [{}, BOTH], ids=["no flags", "both flags"])
+def test_experts_that_share_a_scale_tensor_make_the_round_trip(flags, layout, tmp_path):
+    """FP8 as transformers saves it: weights of every expert, one scale tensor for all of them."""
+    rng, arrays = np.random.default_rng(0), {}
+    for e in range(3):
+        for name in ("gate_proj", "up_proj"):
+            codes = rng.integers(0, 0x7F, (128, 256), dtype=np.uint8)
+            arrays[f"{MOE}.{e}.{name}.weight"] = codes.view(ml_dtypes.float8_e4m3fn)
+    arrays[f"{MOE}.gate_up_proj_scale_inv"] = rng.uniform(1e-4, 1e-3, (3, 2, 2)).astype(np.float32)
+    (tmp_path / "model").mkdir()
+    source = checkpoint(tmp_path / "model", arrays, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    dst = convert(source.path, tmp_path / "out", to=layout, **flags).dst
+    verify(dst, source.path)
+    back = open_checkpoint(unpack(dst, tmp_path / "back").dst).tensors
+    assert {n: t.raw().tobytes() for n, t in back.items()} == {n: t.raw().tobytes() for n, t in source.tensors.items()}
+    with Session(dst, device="cpu") as session:
+        w, x = session.dequantize(f"{MOE}.gate_up_proj"), np.eye(256, dtype=np.float16)[:4]
+        assert w.shape == (3, 256, 256)
+        y = session.linear(f"{MOE}.gate_up_proj", x, expert=2, numerics="exact")
+        np.testing.assert_array_equal(y, w[2].T[:4].astype(np.float16))
+
+
+@pytest.mark.parametrize("name", ["mo_nvfp4", "gq_fp8_block", "gg_q8_0", "ct_mxfp4"])
+def test_bits_that_move_straight_from_several_parts_are_those_of_their_codes(name, compiled, tmp_path):
+    src = model(zoo(name))
+    dst = convert(src, tmp_path / "out", to="mmq", fuse=True).dst
+    assert any("parts" in spec for spec in open_artifact(dst, layouts()).modules.values())
+    verify(dst, src)
 
 
 @pytest.fixture

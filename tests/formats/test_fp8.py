@@ -172,6 +172,46 @@ def test_stacked_experts_are_an_axis(names: tuple[str, str, str], scale: np.ndar
     assert dequantize(q, np.float64)[1, N - 1, K - 1] == float(w[1, N - 1, K - 1]) * one[1]
 
 
+@pytest.mark.parametrize("rows", [64, 128, 200])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_experts_that_are_apart_and_share_a_scale_tensor_are_one_stack(rows: int, dtype: type, tmp_path: Path) -> None:
+    """transformers: blocks run over the rows of gate, then up, also across their seam."""
+    block, experts, k = "model.layers.0.mlp.experts", 3, 300
+    each = {f"{block}.{e}.{name}": weight(rows, k, seed=10 * e + i)
+            for e in (2, 0, 1) for i, name in enumerate(("up_proj", "down_proj", "gate_proj"))}  # fmt: skip
+    scales = {
+        f"{block}.gate_up_proj_scale_inv": factors(experts, -(-2 * rows // 128), 3, dtype=dtype),
+        f"{block}.down_proj_scale_inv": factors(experts, -(-rows // 128), 3, dtype=dtype, seed=2),
+    }
+    given = checkpoint(tmp_path, {f"{name}.weight": w for name, w in each.items()} | scales, BLOCKS)
+    assert list(fp8.modules(given)) == [f"{block}.gate_up_proj", f"{block}.down_proj"]
+    assert fp8.orphans(given) == {}
+    for name, members in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        q = check_source(fp8, given, f"{block}.{name}")
+        assert (q.experts, q.n, q.k) == (experts, rows * len(members), k)
+        dense, grid = dequantize(q, np.float64), scales[f"{block}.{name}_scale_inv"].astype(np.float64)
+        for e in range(experts):
+            codes = np.concatenate([each[f"{block}.{e}.{member}"] for member in members]).astype(np.float64)
+            by_row = np.repeat(np.repeat(grid[e], 128, 0)[: len(codes)], 128, 1)[:, :k]
+            np.testing.assert_array_equal(dense[e], codes * by_row)
+
+
+def test_nan_codes_of_experts_that_are_apart_come_back(tmp_path: Path) -> None:
+    arrays = {"experts.0.down_proj.weight": weight(N, K), "experts.1.down_proj.weight": with_nan(),
+              "experts.down_proj_scale_inv": factors(2, 2, 3)}  # fmt: skip
+    with pytest.raises(CorruptError, match=r"experts\.1\.down_proj\.weight: codes 0x7F.*the first at \[3, 17\]"):
+        fp8.read(checkpoint(tmp_path, arrays, BLOCKS), "experts.down_proj")
+    given = checkpoint(tmp_path, arrays, BLOCKS, Options(nan="zero"))
+    q = check_source(fp8, given, "experts.down_proj")
+    assert dequantize(q)[1, 3, 17] == dequantize(q)[1, 150, 2] == 0
+
+
+def test_experts_with_scales_of_their_own_are_modules_whatever_lies_beside_them(tmp_path: Path) -> None:
+    arrays = {"experts.0.down_proj.weight": weight(N, K), "experts.0.down_proj.weight_scale_inv": factors(2, 3),
+              "experts.down_proj_scale_inv": factors(1, 2, 3)}  # fmt: skip
+    assert list(fp8.modules(checkpoint(tmp_path, arrays, BLOCKS))) == ["experts.0.down_proj"]
+
+
 def test_a_wide_weight_beside_a_scale_is_no_module(tmp_path: Path) -> None:
     """transformers leaves odd shapes in bf16 and saves scales that nobody has set."""
     wide, garbage = factors(N, K, dtype=BF16), np.full((2, 3), np.nan, np.float32)
@@ -266,9 +306,36 @@ BAD = {
                     r"zero points beside FP8 codes; found 1 of 1"),
     "no matrix": ({W: weight(N), S: factors()}, {}, CorruptError, r"a\.weight: not a matrix; found \[200\]"),
     "no rows": ({W: weight(0, K), S: factors()}, {}, CorruptError, r"a\.weight: not a matrix; found \[0, 300\]"),
-    "experts apart, their scales together": (
+    "an expert's half is missing": (
         {"a.mlp.experts.0.up_proj.weight": weight(128, 128), "a.mlp.experts.gate_up_proj_scale_inv": factors(1, 2, 1)},
-        BLOCKS, UnsupportedError, r"scales in one tensor; found a\.mlp\.experts\.gate_up_proj_scale_inv"),
+        BLOCKS, CorruptError, r"found 1 weights, no a\.mlp\.experts\.0\.gate_proj\.weight; need those of 1 experts"),
+    "an expert is missing": (
+        {"experts.0.down_proj.weight": weight(128, 128), "experts.2.down_proj.weight": weight(128, 128),
+         "experts.down_proj_scale_inv": factors(2, 1, 1)},
+        BLOCKS, CorruptError, r"experts\.down_proj_scale_inv: .*found 2 weights, no experts\.1\.down_proj\.weight"),
+    "more experts than scales": (
+        {"experts.0.down_proj.weight": weight(128, 128), "experts.1.down_proj.weight": weight(128, 128),
+         "experts.down_proj_scale_inv": factors(1, 1, 1)},
+        BLOCKS, CorruptError, r"found 2 weights; need those of 1 experts"),
+    "scales of a billion experts": (
+        {"experts.0.down_proj.weight": weight(128, 128), "experts.down_proj_scale_inv": factors(10**9, 0)},
+        BLOCKS, CorruptError, r"found 1 weights; need those of 1000000000 experts"),
+    "experts of two shapes": (
+        {"experts.0.down_proj.weight": weight(128, 128), "experts.1.down_proj.weight": weight(256, 128),
+         "experts.down_proj_scale_inv": factors(2, 1, 1)},
+        BLOCKS, CorruptError, r"one stack differ; found F8_E4M3 \[256, 128\]; need a matrix F8_E4M3 \[128, 128\]"),
+    "experts of two types": (
+        {"experts.0.down_proj.weight": weight(128, 128),
+         "experts.1.down_proj.weight": weight(128, 128).view(ml_dtypes.float8_e5m2),
+         "experts.down_proj_scale_inv": factors(2, 1, 1)},
+        BLOCKS, UnsupportedError, r"experts of one stack differ; found F8_E5M2"),
+    "an expert with a bias": (
+        {"experts.0.down_proj.weight": weight(128, 128), "experts.0.down_proj.bias": factors(128),
+         "experts.down_proj_scale_inv": factors(1, 1, 1)},
+        BLOCKS, UnsupportedError, r"experts\.0\.down_proj\.bias: experts that have a bias and one scale for all"),
+    "a grid of other rows": (
+        {"experts.0.down_proj.weight": weight(128, 128), "experts.down_proj_scale_inv": factors(1, 2, 1)},
+        BLOCKS, CorruptError, r"shapes disagree; found \[1, 2, 1\]; need \[1, 1, 1\]"),
 }  # fmt: skip
 
 
