@@ -218,7 +218,7 @@ def _unblocked(values: Array) -> Array:
 def _get(wanted: Sequence[Wanted], blocks: Array) -> list[Array]:
     """Values of blocks uint8 [.., in row, nbytes], each [.., in row, count]."""
     in_row, nbytes = blocks.shape[-2:]
-    out = [np.zeros((*blocks.shape[:-1], count), dtype) for _, count, dtype in wanted]
+    out = [np.empty((*blocks.shape[:-1], count), dtype) for _, count, dtype in wanted]
     fast, together = loops(sum(values.size for values in out)), _together(in_row)
     if fast is not None and all(together * v.shape[-1] * v.itemsize % 4 == 0 for v in out):
         rows = blocks.reshape(-1, in_row * nbytes)
@@ -230,6 +230,7 @@ def _get(wanted: Sequence[Wanted], blocks: Array) -> list[Array]:
                 move(fast, table, stored, ORIGIN, (in_row * nbytes, 0, together * nbytes), words[run])
         return out
     for (runs, _, dtype), values in zip(wanted, out, strict=True):
+        values[...] = 0
         for piece in runs:
             for stored, part, start in piece.runs(blocks, values):
                 part |= (stored >> start & 2**piece.width - 1).astype(dtype) << piece.shift

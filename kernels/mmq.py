@@ -222,13 +222,15 @@ def view(tensors: Mapping[str, Array], spec: Spec) -> Stream:
     kind, n, k = KINDS[spec["kind"]], spec["n"], spec["k"]
     lead = () if spec["experts"] is None else (spec["experts"],)
     strips = tensors["strips"].reshape(-1, *_strips_shape(spec)[-4:])
-    flip = np.uint8(kind.elements[spec["element"]])
+    flip = kind.elements[spec["element"]]
 
     def slab(expert: int, rows: slice, columns: slice) -> Array:
         top, left = rows.start // BLOCK, columns.start // DEPTH
         held = strips[expert, top : -(-rows.stop // BLOCK), left : -(-columns.stop // DEPTH)]
-        codes = unpack_codes(kind, held.swapaxes(1, 2))[rows.start - top * BLOCK :, columns.start - left * DEPTH :]
-        return codes[: rows.stop - rows.start, : columns.stop - columns.start] ^ flip
+        codes = unpack_codes(kind, flip, held.swapaxes(1, 2))[
+            rows.start - top * BLOCK :, columns.start - left * DEPTH :
+        ]
+        return codes[: rows.stop - rows.start, : columns.stop - columns.start]
 
     scales, offsets = _unpacked_levels(kind, spec, [unpack_factors(kind, one.swapaxes(1, 2)) for one in strips], lead)
     if not kind.scales:
@@ -255,9 +257,9 @@ def _unpacked_levels(
     scales: list[Level] = []
     offsets: list[Level] = []
     for i, ((_, own), (_, block)) in enumerate(zip(kind.scales, _levels(kind, spec)[0], strict=False)):
-        first = np.arange(-(-k // block[1])) * block[1] // own
+        count, step = -(-k // block[1]), max(1, block[1] // own)
         for j, levels in enumerate((scales, offsets) if kind.minima else (scales,)):
-            data = np.stack([one[i][j][:n, first] for one in experts])
+            data = np.stack([one[i][j][:n, ::step][:, :count] for one in experts])
             data = data.reshape(*lead, *data.shape[1:])
             levels.append(Level(np.negative(data) if kind.pairs and j else data, block))
     return scales, offsets

@@ -47,6 +47,8 @@ def _codes(source: Stream, flip: int, expert: int, rows: slice, columns: slice) 
     inside = slice(rows.start, min(rows.stop, q.n)), slice(columns.start, min(columns.stop, q.k))
     codes = source.slab(expert, *inside)
     shape = rows.stop - rows.start, columns.stop - columns.start
+    if codes.shape == shape and not flip:
+        return codes
     out = np.zeros(shape, np.uint8, order="F" if codes.flags.f_contiguous else "C")
     out[: codes.shape[0], : codes.shape[1]] = codes ^ np.uint8(flip)
     return out

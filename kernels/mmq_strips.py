@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import gcd
+from math import gcd, prod
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..formats.bits import Tile, loops
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
+from ..formats.moves import BYTES as BYTE_FIELDS
 from ..formats.moves import Fields, Moves, guarded, move, moves
 
 Array = NDArray[Any]
@@ -119,6 +120,9 @@ GRIDS = ("f16", "bf16", "f32", "e8m0", "f64")
 
 def pack_codes(kind: Kind, codes: Array, out: Array) -> None:
     """The planes of codes uint8 [N, K], as they are stored, into strips uint8 [N/128, 8, K/256, strip]."""
+    fast = loops(codes.size)
+    if fast is not None and codes.flags.c_contiguous:
+        return move_codes(fast, kind, 0, BYTE_FIELDS, codes, out)
     blocks, _, steps, _ = out.shape
     turned, at = codes.T, 0
     for plane in kind.codes:
@@ -167,42 +171,39 @@ def pack_factors(kind: Kind, levels: Sequence[Sequence[Array]], out: Array) -> N
     """
     blocks, _, steps, _ = out.shape
     for (at, length, size), grids in zip(_factor_planes(kind), levels, strict=True):
-        plane = out[..., at : at + ROWS * len(grids) * length]
-        # A row's factors of a strip lie together in both; those of pairs alternate. The larger the items, the quicker.
-        item = f"u{size if kind.pairs else gcd(length, 8)}"
-        parts = [g.view(item).reshape(blocks, STRIPS, ROWS, steps, -1).swapaxes(2, 3) for g in grids]
-        shape = blocks, STRIPS, steps, ROWS, *((-1, len(grids)) if kind.pairs else (len(grids), -1))
-        target = plane.view(item).reshape(shape)
-        for i, part in enumerate(parts):
-            (target[..., i] if kind.pairs else target[..., i, :])[...] = part
+        plane = _by_rows(kind, out[..., at : at + ROWS * len(grids) * length], length, size)
+        for target, grid in zip(plane, grids, strict=True):
+            target[...] = grid.view(plane.dtype).reshape(blocks, STRIPS, ROWS, steps, -1).swapaxes(2, 3)
 
 
-def unpack_codes(kind: Kind, strips: Array) -> Array:
-    """Strips uint8 [N/128, 8, K/256, strip] -> codes uint8 [N, K], as they are stored."""
+def unpack_codes(kind: Kind, flip: int, strips: Array) -> Array:
+    """Strips uint8 [N/128, 8, K/256, strip] -> codes uint8 [N, K], XORed with ``flip``."""
     blocks, _, steps, _ = strips.shape
-    codes, at = np.zeros((steps * DEPTH, blocks * STRIPS * ROWS), np.uint8), 0
-    fast = loops(codes.size)
+    shape = steps * DEPTH, blocks * STRIPS * ROWS
+    fast = loops(prod(shape))
     if fast is not None:
-        return _gather_codes(fast, kind, strips)
+        return _gather_codes(fast, kind, flip, strips)
+    codes, at = np.full(shape, flip, np.uint8), 0
     for plane in kind.codes:
         words = np.ascontiguousarray(np.moveaxis(strips[..., at : at + plane.nbytes], 2, 0)).view(np.int32)
-        codes |= plane.tile.unpack(words.reshape(steps, -1)) << plane.shift
+        codes ^= plane.tile.unpack(words.reshape(steps, -1)) << plane.shift
         at += plane.nbytes
     return codes.T
 
 
-def _gather_codes(fast: ModuleType, kind: Kind, strips: Array) -> Array:
+def _gather_codes(fast: ModuleType, kind: Kind, flip: int, strips: Array) -> Array:
     blocks, _, steps, _ = strips.shape
     codes = np.empty((blocks, STRIPS, ROWS, steps, DEPTH), np.uint8)
     size = sum(plane.nbytes for plane in kind.codes)
     stored = guarded(strips[..., :size])
     cells = codes.view(np.uint32).swapaxes(2, 3)
-    move(fast, _gathered(kind.codes), stored, np.zeros(1, int), (STRIPS * steps * size, steps * size, size), cells)
+    table = _gathered(kind.codes, flip)
+    move(fast, table, stored, np.zeros(1, int), (STRIPS * steps * size, steps * size, size), cells)
     return codes.reshape(-1, steps * DEPTH)
 
 
 @cache
-def _gathered(planes: tuple[Codes, ...]) -> Moves:
+def _gathered(planes: tuple[Codes, ...], flip: int) -> Moves:
     """From the planes of a strip to its codes, a byte each, row by row."""
     ways, at = [], 0
     for plane in planes:
@@ -213,7 +214,7 @@ def _gathered(planes: tuple[Codes, ...]) -> Moves:
         ways.append((DEPTH // 4 * row + k // 4, 8 * (k % 4) + plane.shift + j, np.zeros_like(row), source))
         at += plane.nbytes
     word, bit, lane, source = (np.concatenate(part) for part in zip(*ways, strict=True))
-    return moves(ROWS * DEPTH // 4, word, bit, lane, source)
+    return moves(ROWS * DEPTH // 4, word, bit, lane, source, 0x01010101 * flip)
 
 
 def unpack_factors(kind: Kind, strips: Array) -> list[list[Array]]:
@@ -221,12 +222,21 @@ def unpack_factors(kind: Kind, strips: Array) -> list[list[Array]]:
     blocks, _, steps, _ = strips.shape
     levels, parts = [], 2 if kind.minima else 1
     for (at, length, size), (name, _) in zip(_factor_planes(kind), kind.scales, strict=True):
-        plane = np.ascontiguousarray(strips[..., at : at + ROWS * parts * length])
-        shape = blocks, STRIPS, steps, ROWS, *((-1, parts, size) if kind.pairs else (parts, -1, size))
-        each = np.moveaxis(plane.reshape(shape), -2 if kind.pairs else -3, 0).swapaxes(3, 4)
-        stored = np.ascontiguousarray(each).view(SCALE_DTYPES[name])
-        levels.append([grid.reshape(blocks * STRIPS * ROWS, -1) for grid in stored])
+        plane = _by_rows(kind, strips[..., at : at + ROWS * parts * length], length, size)
+        shape = blocks * STRIPS * ROWS, steps * (length // size)
+        grids = [np.ascontiguousarray(plane[i].swapaxes(2, 3)) for i in range(parts)]
+        levels.append([grid.view(SCALE_DTYPES[name]).reshape(shape) for grid in grids])
     return levels
+
+
+def _by_rows(kind: Kind, plane: Array, length: int, size: int) -> Array:
+    """A view [grids, N/128, 8, K/256, 16, items] of a plane of factors, of ``size`` bytes each.
+
+    A row's factors of a strip lie together in a grid too; those of pairs alternate here. Items are as large as that
+    allows: they are quicker to move."""
+    item, parts = size if kind.pairs else gcd(length, 8), 2 if kind.minima else 1
+    items = plane.view(f"u{item}").reshape(*plane.shape[:-1], ROWS, *((-1, parts) if kind.pairs else (parts, -1)))
+    return np.moveaxis(items, -1 if kind.pairs else -2, 0)
 
 
 def _integers(kind: Kind) -> tuple[Array, int]:
