@@ -9,6 +9,7 @@ Whatever cannot be one stays as it is, converted, and is listed with the reason.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,10 +45,13 @@ class Grouping:
     """An outline as ``--widen`` makes it."""
 
     @cached_property
-    def taken(self) -> set[str]:
-        """Names of tensors, and all that they begin with up to a dot."""
-        split = (name.split(".") for name in self.checkpoint.tensors)
-        return {".".join(words[:end]) for words in split for end in range(1, len(words) + 1)}
+    def _names(self) -> list[str]:
+        return sorted(self.checkpoint.tensors)
+
+    def taken(self, name: str) -> bool:
+        """Whether a tensor is called so, or begins so up to a dot."""
+        at = bisect_left(self._names, f"{name}.")
+        return name in self.checkpoint.tensors or any(n.startswith(f"{name}.") for n in self._names[at : at + 1])
 
     def fuse(self, modules: Sequence[Module], *, by_stack: bool) -> tuple[list[Module], list[Apart]]:
         """With ``by_stack``, the families of a layer's experts are fused all or none."""
@@ -63,7 +67,7 @@ class Grouping:
 
     def _fused(self, name: str, members: Sequence[str], known: Mapping[str, Module]) -> Module | Apart | None:
         """None when some of them are not there at all."""
-        if not all(member in known or member in self.taken for member in members):
+        if not all(member in known or self.taken(member) for member in members):
             return None
         short = {member: _distinct(member, name) for member in members}
         for member in members:
@@ -88,7 +92,7 @@ class Grouping:
     ) -> Module | Apart:
         if isinstance(outline, str):
             return Apart(name, tuple(members), outline)
-        if name in known or name in self.taken:
+        if name in known or self.taken(name):
             return Apart(name, tuple(members), f"there is a {name} already")
         module = self.build(name, units, outline)
         return module if module.refusal is None else Apart(name, tuple(members), f"as one: {module.refusal}")
@@ -134,7 +138,7 @@ class Grouping:
         for linear in module.linears:
             at = seat(linear.name)
             assert at is not None, linear.name
-            if at.of(expert) not in self.taken:
+            if not self.taken(at.of(expert)):
                 raise CorruptError(
                     "an expert is missing",
                     file=self.checkpoint.path,

@@ -12,6 +12,7 @@ from .errors import UnsupportedError
 if TYPE_CHECKING:
     from .container import Checkpoint
 
+DEEPEST = 64
 LABELS = ("compressed-tensors", "auto_round:llm_compressor")
 # What a label may name. Modules of the second row are other readers'.
 FORMATS = (
@@ -81,8 +82,8 @@ def check_targets(checkpoint: Checkpoint, quantised: Mapping[str, Any]) -> None:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """The modules that a tensor's name passes through."""
-    parts = name.split(".")
+    """The modules that a tensor's name passes through, so far as modules lie one in the other."""
+    parts = name.split(".", DEEPEST)
     return (".".join(parts[:i]) for i in range(1, len(parts)))
 
 

@@ -94,7 +94,7 @@ def _is_entry(said: object) -> bool:
     if not isinstance(said, dict) or not {"name", "n", "source"} <= said.keys():
         return False
     name, n, expert, symmetric = (said.get(key) for key in ("name", "n", "expert", "symmetric"))
-    texts = isinstance(name, str) and name != "" and (symmetric is None or symmetric in ELEMENTS)
+    texts = isinstance(name, str) and name != "" and (symmetric is None or symmetric in list(ELEMENTS))
     sizes = type(n) is int and n > 0 and (expert is None or (type(expert) is int and expert >= 0))
     known = said.keys() <= {"name", "n", "source", "expert", "symmetric"}
     return texts and sizes and known and is_source(said["source"])

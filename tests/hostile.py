@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cases import gptq_case
 from gguf_files import Stored, content, model
 from tiny import TINY, Tiny
 from warptile.convert import convert
@@ -308,13 +309,13 @@ LIES += [
 ]
 
 
-def artifact(old: str, new: str, base: str = "gptq asym act-order") -> Build:
+def artifact(old: str, new: str, base: Tiny = TINY["gptq asym act-order"]) -> Build:
     """A converted module, one text of its header replaced; lengths follow."""
 
     def build(folder: Path) -> Path:
         path = folder / "a.safetensors"
-        src = TINY[base].save(folder / "source")
-        convert(src, path, to="marlin", quiet=True)
+        src = base.save(folder / "source")
+        convert(src, path, to="marlin", quiet=True, fuse=True, stack_experts=True, widen=True)
         shutil.rmtree(src)
         raw = path.read_bytes()
         end = 8 + int.from_bytes(raw[:8], "little")
@@ -340,5 +341,43 @@ ARTIFACTS = {
 LIES += [
     Hostile(f"artifact: {name}", artifact(old, new), code, (), ("inspect",), False)
     for name, (old, new, code) in ARTIFACTS.items()
+]
+
+
+def linears(*names: str, **facts: Any) -> Tiny:
+    """GPTQ linears that belong together; of experts, only the first is symmetric."""
+    cases = [
+        gptq_case(n=32, k=64, module=name, convention="gptq_v2", sym="experts" not in name or ".0." in name, **facts)
+        for name in names
+    ]
+    label = {key: value for key, value in cases[0].config.items() if key != "sym"}
+    return Tiny("gptq", {name: stored for case in cases for name, stored in case.tensors.items()}, label)
+
+
+FUSED = linears("a.q_proj", "a.k_proj", "a.v_proj", bits=3)
+STACK = linears("m.experts.0.up_proj", "m.experts.1.up_proj")
+PARTS: dict[str, tuple[Tiny, str, str]] = {
+    "a part of more rows": (FUSED, r"\"n\":32,\"name\":\"a.q_proj\"", r"\"n\":33,\"name\":\"a.q_proj\""),
+    "a part of no rows": (FUSED, r"\"n\":32,\"name\":\"a.v_proj\"", r"\"n\":0,\"name\":\"a.v_proj\""),
+    "a part of 2^64 rows": (FUSED, r"\"n\":32,\"name\":\"a.v_proj\"", rf"\"n\":{2**64},\"name\":\"a.v_proj\""),
+    "a part twice": (FUSED, r"\"name\":\"a.k_proj\"", r"\"name\":\"a.q_proj\""),
+    "a part of no name": (FUSED, r"\"name\":\"a.k_proj\"", r"\"name\":\"\""),
+    "a part called like its module": (FUSED, r"\"name\":\"a.k_proj\"", r"\"name\":\"a.qkv_proj\""),
+    "a part of an expert": (FUSED, r"\"n\":32,\"name\":\"a.q_proj\"", r"\"expert\":0,\"n\":32,\"name\":\"a.q_proj\""),
+    "a narrow element that is none": (FUSED, r"\"narrow\":\"u3b4\"", r"\"narrow\":\"e2m1\""),
+    "a narrow element that is a list": (FUSED, r"\"narrow\":\"u3b4\"", r"\"narrow\":[\"u3b4\"]"),
+    "a part without a source": (FUSED, r"\"source\":{", r"\"sources\":{"),
+    "source and parts": (FUSED, r"\"parts\":[", r"\"source\":{\"format\":\"gptq\"},\"parts\":["),
+    "no parts": (FUSED, r"\"parts\":[", r"\"parts\":[],\"residue\":["),
+    "an expert past the stack": (STACK, r"\"expert\":1", r"\"expert\":2"),
+    "an expert twice": (STACK, r"\"expert\":1", r"\"expert\":0"),
+    "an expert below zero": (STACK, r"\"expert\":1", r"\"expert\":-1"),
+    "a symmetric element that is none": (STACK, r"\"symmetric\":\"u4b8\"", r"\"symmetric\":\"u8b128\""),
+    "a symmetric element that is a list": (STACK, r"\"symmetric\":\"u4b8\"", r"\"symmetric\":[]"),
+    "a symmetric element that is a table": (STACK, r"\"symmetric\":\"u4b8\"", r"\"symmetric\":{}"),
+}  # fmt: skip
+LIES += [
+    Hostile(f"artifact: {name}", artifact(old, new, base), 4, (), ("inspect",), False)
+    for name, (base, old, new) in PARTS.items()
 ]
 CORPUS = tuple(LIES)

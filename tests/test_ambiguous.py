@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import time
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -250,3 +252,19 @@ def test_a_switch_that_no_checkpoint_could_have_is_a_usage_error() -> None:
     for options in ({"bits": 0}, {"bits": -4}, {"group_size": 0}, {"group_size": -2}):
         with pytest.raises(UsageError, match="no such"):
             Options(**options)
+
+
+@pytest.mark.parametrize("base", ["gptq sym", "compressed_tensors", "awq", "nvfp4", "mxfp4"])
+def test_a_name_of_many_dots_costs_no_more_than_others(tmp_path: Path, base: str) -> None:
+    """Of a tensor that passes through, and of three modules that become one."""
+    deep, tiny = ".".join("a" * 12_000), TINY[base]
+    module = next(iter(tiny.tensors)).rpartition(".")[0]
+    names = {name: deep + name.removeprefix(module).replace(".", ".b.q_proj.", 1) for name in tiny.tensors}
+    tensors = {new.replace("q_proj", f"{w}_proj"): tiny.tensors[old] for old, new in names.items() for w in "qkv"}
+    start = time.process_time()
+    tracemalloc.start()
+    plan.make(in_memory(tensors | {f"{deep}.norm": f32(1.0)}, tiny.quantization, {}), None, "marlin", fuse=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 << 20
+    assert time.process_time() - start < 2

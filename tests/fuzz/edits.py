@@ -105,6 +105,7 @@ KEYS = (
         "zero",
     ),
     *("scale", "scale_block", "signed", "element", "n", "k", "n_padded", "k_padded", "layout", "group", "narrow"),
+    *("parts", "name", "expert", "symmetric"),
 )
 # fmt: on
 CONFIG_KEYS = ("text_config", "num_attention_heads", "num_key_value_heads", "quantization_config", "model_type")
