@@ -265,6 +265,24 @@ def cut(stream: Stream, rows: slice) -> Stream:
     return Stream(tensor, slab, stream.along)
 
 
+def pick(stream: Stream, expert: int) -> Stream:
+    """One expert of a stack as a tensor of its own."""
+    q = stream.tensor
+
+    def of(levels: Iterable[Level]) -> tuple[Level, ...]:
+        return tuple(replace(level, data=level.data[expert]) for level in levels)
+
+    tensor = replace(
+        q,
+        codes=hollow(q.n, q.k),
+        scales=of(q.scales),
+        zero=None if q.zero is None else q.zero[expert],
+        offsets=of(q.offsets),
+        bias=None if q.bias is None else q.bias[expert],
+    )
+    return Stream(tensor, lambda _, rows, columns: stream.slab(expert, rows, columns), stream.along)
+
+
 def _cut_level(level: Level, rows: slice) -> Level:
     step = level.block[0]
     if level.shards:

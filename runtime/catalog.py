@@ -16,7 +16,9 @@ from ..formats.artifact import Artifact
 from ..formats.canonical import Outline, QuantTensor, dequantize
 from ..formats.container import Checkpoint
 from ..formats.errors import WarptileError
+from ..formats.joining import pick
 from ..formats.parts import parts
+from ..formats.stream import Stream, whole
 from ..kernels import layouts
 
 Array = NDArray[Any]
@@ -155,23 +157,30 @@ class Catalog:
         array: Array = tensors[name].array()
         return array
 
+    def stream(self, module: Module) -> Stream | None:
+        """The canonical form, its codes by the slab; None for plain weights."""
+        if module.layout is not None:
+            return self.artifact.stream(module.name)
+        if module.name in self._readers:
+            stream: Stream = self._readers[module.name].stream(self._rest, module.name)
+            return stream
+        return None
+
     def quant(self, module: Module) -> QuantTensor | None:
         """The canonical form, or None for plain weights."""
-        if module.layout is not None:
-            return self.artifact.quant(module.name)
-        if module.name in self._readers:
-            q: QuantTensor = self._readers[module.name].read(self._rest, module.name)
-            return q
-        return None
+        stream = self.stream(module)
+        return None if stream is None else whole(stream)
 
     def plain(self, module: Module) -> tuple[Array, Array | None]:
         """Weights [n, k] and bias [n] of a plain module, as stored."""
         return self.tensor(f"{module.name}.weight"), self.tensor(f"{module.name}.bias") if module.bias else None
 
-    def decoded(self, module: Module, dtype: Any = np.float64) -> tuple[Array, Array | None]:
-        """Weights [(E,) n, k] in logical order, rounded once to ``dtype``, and the bias as stored."""
-        q = self.quant(module)
-        if q is not None:
+    def decoded(self, module: Module, dtype: Any = np.float64, expert: int | None = None) -> tuple[Array, Array | None]:
+        """Weights [(E,) n, k], or [n, k] of one expert, in logical order, rounded once to ``dtype``, and the bias as
+        stored."""
+        stream = self.stream(module)
+        if stream is not None:
+            q = whole(stream if expert is None else pick(stream, expert))
             return dequantize(q, dtype), q.bias
         weight, bias = self.plain(module)
         return weight.astype(dtype), bias

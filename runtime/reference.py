@@ -37,9 +37,7 @@ class Reference:
 
     def linear(self, p: Product) -> Any:
         _on_host(p.module.name, x=p.x, out=p.out, residual=p.residual)
-        weight, bias = self.catalog.decoded(p.module)
-        if p.expert is not None:
-            weight, bias = weight[p.expert], None if bias is None else bias[p.expert]
+        weight, bias = self.catalog.decoded(p.module, expert=p.expert)
         to = ACTIVATIONS[p.x.dtype]
         y = self._values(p) @ weight.T
         with np.errstate(over="ignore"):

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from warptile.formats.canonical import ELEMENTS, SCALE_DTYPES, Level, QuantTensor, from_shards
 from warptile.formats.container import Checkpoint
+from warptile.formats.stream import Stream, streamed
 from warptile.kernels import marlin
 
 ACTIVATION = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -54,6 +55,9 @@ class InMemory:
     def quant(self, name: str) -> QuantTensor:
         q: QuantTensor = self.layout.unpack(self._tensors[name], self.modules[name])
         return q
+
+    def stream(self, name: str) -> Stream:
+        return streamed(self.quant(name))
 
 
 @dataclass(frozen=True)

@@ -224,3 +224,46 @@ def test_a_stack_and_its_views_share_their_memory(artifact):
             s.linear(f"{MOE}.{expert}.gate_proj", random_x((2, 64), "float16"))
         s.linear(f"{MOE}.gate_up_proj", random_x((2, 64), "float16"), expert=1)
         assert s.weight_bytes == held
+
+
+GPT_OSS = {"gate_up_proj": (5760, 2880), "down_proj": (2880, 2880)}
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+    """MXFP4 experts of the shapes of gpt-oss, two of them; and their weights [E, n, k], by the format's description."""
+    folder, rng = tmp_path_factory.mktemp("gpt_oss"), np.random.default_rng(0)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    tensors, dense = {}, {}
+    for name, (n, k) in GPT_OSS.items():
+        codes = rng.integers(0, 16, (2, n, k), dtype=np.uint8)
+        scales = rng.integers(117, 124, (2, n, k // 32), dtype=np.uint8)
+        bias = rng.integers(0x3C00, 0x4000, (2, n), dtype=np.uint16)
+        tensors[f"{MOE}.{name}_blocks"] = (
+            "U8",
+            (2, n, k // 32, 16),
+            (codes[..., ::2] | codes[..., 1::2] << 4).tobytes(),
+        )
+        tensors[f"{MOE}.{name}_scales"] = ("U8", scales.shape, scales.tobytes())
+        tensors[f"{MOE}.{name}_bias"] = ("BF16", bias.shape, bias.tobytes())
+        sign = np.where(codes >> 3, -1.0, 1.0)
+        dense[name] = sign * values[codes & 7] * np.repeat(2.0 ** (scales.astype(int) - 127), 32, -1)
+        dense[f"{name} bias"] = (bias.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    write_file(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    return folder, dense
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["marlin", "mmq"])
+def test_experts_of_the_shapes_of_gpt_oss_convert_and_run(gpt_oss, layout, device, tmp_path):
+    folder, dense = gpt_oss
+    result = convert(folder, tmp_path / "out", to=layout)
+    with Session(result.dst, device=device) as s:
+        for name, (n, k) in GPT_OSS.items():
+            module = s.module(f"{MOE}.{name}")
+            assert (module.n, module.k, module.experts) == (n, k, 2)
+            x = random_x((3, k), "bfloat16")
+            want = np.float64(x) @ dense[name][1].T + dense[f"{name} bias"][1]
+            y = np.float64(s.linear(f"{MOE}.{name}", x, expert=1, numerics="exact"))
+            assert np.linalg.norm(y - want) <= 3e-3 * np.linalg.norm(want)
