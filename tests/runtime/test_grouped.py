@@ -126,6 +126,22 @@ def test_out_takes_the_rows_and_nothing_beside_them(session):
     assert (buffer == 7).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", [f"{ATTN}.k_proj", f"{MOE}.1.up_proj", f"{MOE}.2.down_proj"])
+def test_a_residual_is_that_of_the_part(session, linears, name, dtype):
+    case = linears[name]
+    x, added = (random_x((3, size), "float16").astype(dtype) for size in reversed(case.dense.shape))
+    buffer = np.zeros((3, 2 * added.shape[1]), dtype)
+    strided = buffer[:, 5 : 5 + added.shape[1]]
+    strided[...] = added
+    y = session.linear(name, x, residual=strided)
+    want = np.float64(x) @ case.dense.T + np.float64(bias_of(case)) + np.float64(added)
+    assert y.dtype == x.dtype
+    assert np.linalg.norm(np.float64(y) - want) <= {"float16": 1e-3, "float32": 1e-5}[dtype] * np.linalg.norm(want)
+    assert session.linear(name, x, residual=strided, out=strided) is strided
+    np.testing.assert_array_equal(strided, y)
+
+
 def test_strided_x(session):
     x = random_x((4, 300), "float16")[:, 7:199:2]
     y = session.linear(f"{ATTN}.v_proj", x)
