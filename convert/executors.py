@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ..formats.errors import UsageError, WarptileError
+from . import manifest
 from .jobs import Job, run
 from .manifest import Finished
 
@@ -55,11 +56,17 @@ def executor(scheduler: str | None) -> Iterator[Executor]:
         yield client.get_executor(retries=RETRIES)
 
 
+def _once(job: Job) -> Finished:
+    """``run``, or the record of a shard whose worker died with the answer: a cluster then asks for it again."""
+    done = manifest.finished(manifest.staging(job.path), [job.path])
+    return done[job.file] if job.file in done else run(job)
+
+
 def carry_out(jobs: Sequence[Job], where: Executor, advance: Callable[[int], None]) -> list[Finished]:
     """Run every job; ``advance`` is told the bytes that are written."""
     if isinstance(where, Serial):
         return [where.submit(partial(run, advance=advance), job).result() for job in jobs]
-    pending = {where.submit(run, job): job for job in jobs}
+    pending = {where.submit(_once, job): job for job in jobs}
     try:
         for future in as_completed(pending):
             future.result()

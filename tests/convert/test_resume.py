@@ -250,3 +250,46 @@ def test_records_tell_sizes_and_checksums(src):
         said = json.loads(record.read_text())
         checksum = jobs.manifest.checksum(shard)
         assert (said["nbytes"], said["xxh3"]) == (shard.stat().st_size, checksum)
+
+
+# In a worker: tells of every shard it publishes; one that is to die does so when its second shard is written, unnamed.
+MORTAL = """
+import os, signal, time
+from warptile.convert import manifest
+publish, count = manifest.publish, []
+def tell(written, shard, *rest):
+    count.append(shard)
+    if {dies} and len(count) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    publish(written, shard, *rest)
+    time.sleep(0.3)  # so that each worker gets some
+    with open({log!r}, "a") as log:
+        log.write(f"{{os.getpid()}} {{shard.name}} {{shard.stat().st_ino}}\\n")
+manifest.publish = tell
+"""
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_killed_worker_costs_its_shard_and_no_other(src, want, tmp_path):
+    distributed = pytest.importorskip("distributed", reason="the extra distributed is not installed")
+    log = tmp_path / "published"
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, silence_logs=50
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        pids = client.run(os.getpid)
+        for worker, dies in zip(pids, (True, False), strict=True):
+            client.run(exec, MORTAL.format(dies=dies, log=str(log)), {}, workers=[worker])
+        dst = convert(src, to="marlin", max_shard_size="4KB", scheduler=cluster.scheduler_address).dst
+        left = client.run(os.getpid)
+    assert files(dst) == want
+    victim, other = map(str, pids.values())
+    assert int(victim) not in left.values()
+    assert int(other) in left.values()
+    published = [line.split() for line in log.read_text().splitlines()]
+    assert [pid for pid, _, _ in published].count(victim) == 1
+    assert len({shard for _, shard, _ in published}) == len(published) >= 2
+    for _, shard, inode in published:
+        assert (dst / shard).stat().st_ino == int(inode), f"{shard} was made again"
