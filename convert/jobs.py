@@ -186,7 +186,7 @@ def _makers(job: Job, pool: Executor) -> Iterator[tuple[bool, Make]]:
             ready(following[id(one)])
         for stored, last in one.tensors:
             part = made.pop(stored.name)
-            if len(one.module.units) == 1:
+            if not one.module.stacked:
                 assert (part.shape, dtype_name(part.dtype)) == (stored.shape, stored.dtype), (stored, part.dtype)
             yield from _flagged(
                 part.makers if isinstance(part, Pieces) else [partial(np.ascontiguousarray, part)], last

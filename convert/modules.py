@@ -58,6 +58,11 @@ class Module:
         return self.spec is not None and "parts" in self.spec
 
     @property
+    def stacked(self) -> bool:
+        """Whether its linears are experts that are parts of their own, be it a single one."""
+        return self.outline.experts != self.linears[0].outline.experts
+
+    @property
     def source(self) -> str:
         """The source formats' names."""
         return ", ".join(dict.fromkeys(linear.source for linear in self.linears))

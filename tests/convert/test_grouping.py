@@ -386,3 +386,11 @@ def test_zero_points_of_a_symmetric_part_that_are_others_are_found(moe, tmp_path
     for action in (lambda: verify(dst, src), lambda: unpack(dst, tmp_path / "back")):
         with pytest.raises(WarptileError, match=r"experts\.0\..*zero points of a symmetric part are others"):
             action()
+
+
+@pytest.mark.parametrize("given", [{"stack_experts": True}, BOTH], ids=["stacked", "fused too"])
+def test_a_stack_of_one_expert(given, tmp_path):
+    modules = linears(f"{MOE}.0", ("gate_proj", "up_proj"), n=64, k=96)
+    src = save(tmp_path / "model", modules)
+    found = check(src, tmp_path / "a", modules, tmp_path, **given)
+    assert [len(names) for names in found.values()] == ([2] if "fuse" in given else [1, 1])
