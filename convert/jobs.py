@@ -145,7 +145,7 @@ class _Turn:
 
 def _turns(job: Job, module: Module, piece: Sequence[Stored]) -> list[_Turn]:
     """A stack is written tensor after tensor, each expert after expert: whoever has bytes of it is opened anew."""
-    if len(module.units) == 1:
+    if not module.stacked:
         return [_Turn(module, 0, tuple((stored, True) for stored in piece))]
     assert module.spec is not None
     common = {f"{module.name}.{suffix}" for suffix in shared(layouts()[job.layout], module.spec)}
