@@ -35,13 +35,17 @@ constexpr int MANTISSA = 15 - EXPONENT<T>;
 template <Element E, Dtype T>
 constexpr u32 POWER = (u32((1 << EXPONENT<T>) - 2 - facts(E).bias) << MANTISSA<T>) * 0x00010001u;
 
-// Float codes, one with its top bit UP bits below the top of each half of `w`, as a pair of T; exact. Ten integer
-// instructions for a word of e2m1; a PRMT table takes fifteen, because a sign lies where its selector has another use.
+// Float codes, one with its top bit UP bits below the top of each half of `w`, where they stand in a pair of T.
 template <Element E, Dtype T, int UP>
-DEVICE u32 widened(u32 w) {
+DEVICE u32 in_place(u32 w) {
   constexpr u32 field = ((1u << (facts(E).exponent + facts(E).mantissa)) - 1) << (MANTISSA<T> - facts(E).mantissa);
   const u32 magnitude = shift<UP - EXPONENT<T> + facts(E).exponent>(w) & field * 0x00010001u;
-  return mul2<T>(lop3<AND_OR>(shift<UP>(w), SIGNS, magnitude), POWER<E, T>);
+  return lop3<AND_OR>(shift<UP>(w), SIGNS, magnitude);
+}
+// The same as numbers; exact.
+template <Element E, Dtype T, int UP>
+DEVICE u32 widened(u32 w) {
+  return mul2<T>(in_place<E, T, UP>(w), POWER<E, T>);
 }
 
 // E: the stored codes. T: f16 or bf16, the type of the MMA. WITH_ZERO: zero points from memory instead of E's bias.
@@ -85,22 +89,38 @@ struct Decode {
     high = {both_high(near), both_high(far)};
   }
 
-  // Code words of one block -> its A fragment; every value is exact.
-  static DEVICE void block(const u32* w, Zero low, Zero high, u32 (&a)[4]) {
-    if constexpr (FLOAT && BITS == 4 && T == Dtype::f16) {
-      // As widened(), but sign, exponent and mantissa fill the upper byte of an f16: four codes at once, then pairs.
+  // Float codes of one block as they stand in a T: without the power of two.
+  static DEVICE void raw(const u32* w, u32 (&a)[4]) {
+    if constexpr (BITS == 4 && T == Dtype::f16) {
+      // Sign, exponent and mantissa fill the upper byte of an f16: four codes at once, then pairs.
       const u32 even = lop3<AND_OR>(w[0] << 4, 0x80808080u, w[0] << 1 & 0x0E0E0E0Eu);
       const u32 odd = lop3<AND_OR>(w[0], 0x80808080u, w[0] >> 3 & 0x0E0E0E0Eu);
-      constexpr u32 power = POWER<E, T>;
-      a[0] = mul2<T>(prmt<0x2404>(even, 0), power);
-      a[1] = mul2<T>(even & 0xFF00FF00u, power);
-      a[2] = mul2<T>(prmt<0x2404>(odd, 0), power);
-      a[3] = mul2<T>(odd & 0xFF00FF00u, power);
-    } else if constexpr (FLOAT) {
-      a[0] = widened<E, T, 16 - BITS>(w[0]);
-      a[1] = widened<E, T, BITS>(w[WORDS - 1]);
-      a[2] = widened<E, T, 16 - 2 * BITS>(w[0]);
-      a[3] = widened<E, T, 0>(w[WORDS - 1]);
+      a[0] = prmt<0x2404>(even, 0);
+      a[1] = even & 0xFF00FF00u;
+      a[2] = prmt<0x2404>(odd, 0);
+      a[3] = odd & 0xFF00FF00u;
+    } else if constexpr (BITS == 4) {
+      // One multiplication puts a code at bits 12 to 15, for its sign, and at 6 to 9, for the rest: the multiplier's
+      // pipe has room where that of shifts and masks has none.
+      const u32 far = w[0] >> 8;
+      a[0] = multiply(w[0] & 0x000F000Fu, 0x1040) & 0x81C081C0u;
+      a[1] = multiply(far & 0x000F000Fu, 0x1040) & 0x81C081C0u;
+      a[2] = multiply(w[0] & 0x00F000F0u, 0x0104) & 0x81C081C0u;
+      a[3] = multiply(far & 0x00F000F0u, 0x0104) & 0x81C081C0u;
+    } else {
+      a[0] = in_place<E, T, 16 - BITS>(w[0]);
+      a[1] = in_place<E, T, BITS>(w[WORDS - 1]);
+      a[2] = in_place<E, T, 16 - 2 * BITS>(w[0]);
+      a[3] = in_place<E, T, 0>(w[WORDS - 1]);
+    }
+  }
+
+  // Code words of one block -> its A fragment; every value is exact.
+  static DEVICE void block(const u32* w, Zero low, Zero high, u32 (&a)[4]) {
+    if constexpr (FLOAT) {
+      raw(w, a);
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[i] = mul2<T>(a[i], POWER<E, T>);
     } else if constexpr (BITS == 4 && T == Dtype::f16) {
       // Fields four bits up are 16 q: 1024 + 16 q, times 1/16, minus (64 + zero).
       u32 v = w[0], v8 = v >> 8;
@@ -165,6 +185,51 @@ DEVICE float number(u32 word, int i) {
     return to_float<S>(u16(word >> 16 * i));
   }
 }
+
+// Whether a code times a scale of one byte is a number of T, to the bit: then scales may multiply the weights.
+constexpr bool exact_product(Element e, Dtype t, Dtype s) {
+  const bool e4m3 = s == Dtype::e4m3 && (t == Dtype::f16 || t == Dtype::bf16), e8m0 = s == Dtype::e8m0 && t == Dtype::bf16;
+  return e == Element::e2m1 && (e4m3 || e8m0);
+}
+
+// Such weights are kept 2^-DOWN as large, and finished sums multiplied by 2^DOWN: so the largest product is in range, and
+// for e4m3 the scale takes the code's power of two along. The smallest is exact too (subnormal f16: steps of 2^-17).
+template <Element E, Dtype T, Dtype S>
+struct Scaled {
+  static constexpr int DOWN = S == Dtype::e8m0 ? 3 : T == Dtype::f16 ? 7 : 8;
+  // 2^(the power of the raw code - DOWN), twice in a pair.
+  static constexpr u32 STEP = POWER<E, T> - u32(DOWN << MANTISSA<T>) * 0x00010001u;
+  static constexpr float UP = 1 << DOWN;
+
+  // Four scales side by side as pairs of T: 0 and 2, 1 and 3.
+  static DEVICE void scales(u32 w, u32& even, u32& odd) {
+    if constexpr (S == Dtype::e4m3) {
+      even = mul2<T>(widened<Element::e4m3, T, 8>(w), STEP);
+      odd = mul2<T>(widened<Element::e4m3, T, 0>(w), STEP);
+    } else { // the exponent of a bf16, below which code 0 is the subnormal 2^-127
+      even = max2(w << 7 & 0x7F807F80u, 0x00400040u);
+      odd = max2(w >> 1 & 0x7F807F80u, 0x00400040u);
+    }
+  }
+  // Of rows g and g + 8 of block j, from words of four scales: each twice in a pair.
+  template <int BLOCKS>
+  static DEVICE void rows(const u32* words, u32 (&s)[BLOCKS][2]) {
+#pragma unroll
+    for (int j = 0; j < BLOCKS; j += 2) {
+      u32 even, odd;
+      scales(words[j / 2], even, odd);
+      s[j][0] = twice(even, 0), s[j + 1][0] = twice(even, 1), s[j][1] = twice(odd, 0), s[j + 1][1] = twice(odd, 1);
+    }
+  }
+  // A block's A fragment from its raw codes and the scales of its two rows, each twice in a pair.
+  static DEVICE void block(u32 (&a)[4], u32 low, u32 high) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (S == Dtype::e8m0) a[i] = mul2<T>(a[i], STEP);
+      a[i] = mul2<T>(a[i], i % 2 ? high : low);
+    }
+  }
+};
 
 // COUNT scales of a lane's columns g + 8v, from v = 0 (8) or from half a tile on (4); 2j, 2j + 1 are the rows of block j.
 // COUNT = 1: one scale for all columns of the tile.

@@ -7,8 +7,10 @@ struct Variant {
 };
 
 template <Variant V>
-__global__ void __launch_bounds__(256) gather(const int* __restrict__ perm, const u16* __restrict__ x, uint4* to, int m,
+__global__ void __launch_bounds__(256) gather(const int* __restrict__ perm, const u16* x, uint4* to, int m,
                                               int k, int k_padded, i64 ldx) {
+  let_next_start();
+  wait_for_previous(x);
   const int chunk = blockIdx.x * 256 + threadIdx.x;
   if (chunk * 8 >= k_padded) return;
   int from[8];

@@ -41,15 +41,6 @@ DEVICE float4 load_partial(const float4* p) {
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
 }
-// One half of a pair twice, in the form that arithmetic takes as an operand modifier instead of an instruction.
-DEVICE u32 twice(u32 pair, int half) {
-  u32 both;
-  if (half)
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(both) : "r"(pair));
-  else
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(both) : "r"(pair));
-  return both;
-}
 
 // ---- named barriers of `threads` threads; 0 is __syncthreads' ----
 
@@ -93,6 +84,10 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
+}
+// The same into L2 only.
+DEVICE void prefetch_bulk(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 // The map's box at (column, row); what lies outside the matrix arrives as zeros and is counted like the rest.
 DEVICE void copy_box(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
@@ -141,28 +136,33 @@ DEVICE void pin(float (&d)[N]) {
   REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
          ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 // A0..: numbers of the operands after the accumulators: a's four and the descriptor.
-#define WGMMA(TYPE, TOKENS, REGS, OUT, A0, A1, A2, A3, B)                                                    \
+#define WGMMA(TYPE, TOKENS, ADD, REGS, OUT, A0, A1, A2, A3, B)                                               \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" TOKENS "k16.f32." TYPE "." TYPE                           \
-               " {" REGS "}, {" A0 "," A1 "," A2 "," A3 "}, " B ", 1, 1, 1, 0;"                          \
+               " {" REGS "}, {" A0 "," A1 "," A2 "," A3 "}, " B ", " ADD ", 1, 1, 0;"                    \
                : OUT                                                                                         \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define WGMMA_OF(TYPE)                                                                                       \
+#define WGMMA_OF(TYPE, ADD)                                                                                     \
   if constexpr (TOKENS == 16)                                                                                \
-    WGMMA(TYPE, "16", REGS8, OUT8(0), "%8", "%9", "%10", "%11", "%12");                               \
+    WGMMA(TYPE, "16", ADD, REGS8, OUT8(0), "%8", "%9", "%10", "%11", "%12");                               \
   else if constexpr (TOKENS == 32)                                                                           \
-    WGMMA(TYPE, "32", REGS16, OUT16(0), "%16", "%17", "%18", "%19", "%20");                           \
+    WGMMA(TYPE, "32", ADD, REGS16, OUT16(0), "%16", "%17", "%18", "%19", "%20");                           \
   else if constexpr (TOKENS == 64)                                                                           \
-    WGMMA(TYPE, "64", REGS32, OUT32(0), "%32", "%33", "%34", "%35", "%36");                           \
+    WGMMA(TYPE, "64", ADD, REGS32, OUT32(0), "%32", "%33", "%34", "%35", "%36");                           \
   else                                                                                                       \
-    WGMMA(TYPE, "128", REGS64, OUT64(0), "%64", "%65", "%66", "%67", "%68")
+    WGMMA(TYPE, "128", ADD, REGS64, OUT64(0), "%64", "%65", "%66", "%67", "%68")
 
-template <Dtype T, int TOKENS>
+// ADD: false begins the sums anew.
+template <Dtype T, int TOKENS, bool ADD = true>
 DEVICE void wgmma(float (&d)[TOKENS / 2], const u32 (&a)[4], u64 b) {
   static_assert(TOKENS == 16 || TOKENS == 32 || TOKENS == 64 || TOKENS == 128);
-  if constexpr (T == Dtype::f16) {
-    WGMMA_OF("f16");
+  if constexpr (T == Dtype::f16 && ADD) {
+    WGMMA_OF("f16", "1");
+  } else if constexpr (T == Dtype::f16) {
+    WGMMA_OF("f16", "0");
+  } else if constexpr (ADD) {
+    WGMMA_OF("bf16", "1");
   } else {
-    WGMMA_OF("bf16");
+    WGMMA_OF("bf16", "0");
   }
 }
 #undef WGMMA_OF

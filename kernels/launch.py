@@ -20,6 +20,11 @@ class Device:
     nvrtc: tuple[int, int] = (0, 0)
     """Version of the compiler that will build the kernels; before 13.3 no wgmma with A in registers."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may start while the one before it on the stream still runs."""
+        return self.arch >= 90
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -54,6 +59,9 @@ class Stage:
     args: tuple[str | int, ...]
     box: tuple[int, int] | None = None
     """(rows, columns) of a copy through the map among ``args``; 64 columns are the 128 bytes of a swizzled row."""
+    overlap: bool = False
+    """May start while the kernel before it on the stream still runs: it waits itself before it touches anything but
+    weights (programmatic dependent launch, sm_90 and newer)."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ constexpr bool many_scales(Variant v) {
   return !v.block && Dtype(v.scale) == Dtype::f32 && v.run && v.run < 32 / facts(Element(v.element)).bits;
 }
 constexpr int max_threads(Variant v) { return many_scales(v) ? 256 : 512; }
+// Scales multiply the weights where that is exact, else sums of a run.
+constexpr bool scales_exactly(Variant v) {
+  return v.run && exact_product(Element(v.element), Dtype(v.x), Dtype(v.scale));
+}
 constexpr int RED = 68; // floats of a token's row in the reduction buffer: 64, and 4 to spread the banks
 
 // Slices in flight. Short runs keep as many scales in flight as slices, so they keep fewer.
@@ -29,12 +33,13 @@ constexpr int depth(Variant v) { return facts(Element(v.element)).bits == 8 || v
 template <Variant V>
 __global__ void __launch_bounds__(max_threads(V), 1)
     marlin_decode(const u8* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
-                  const void* __restrict__ factors, const void* __restrict__ bias, const u16* __restrict__ x, u16* y,
+                  const void* __restrict__ factors, const void* __restrict__ bias, const u16* x, u16* y,
                   const void* residual, const float* row_factors, float* scratch, u32* counters, int m, int n, int k,
                   int n_padded, int k_padded, int group, i64 ldx, i64 ldy, i64 ld_residual, int each, int bias_type,
                   int columns, int part1, int part2, int part3) {
   constexpr Dtype Y = Dtype(V.x), T = mma_type(Y), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
   using D = Decode<Element(V.element), T, V.zero != 0>;
+  constexpr bool EXACT = scales_exactly(V);
   constexpr int DEPTH = depth(V), R = V.run ? V.run : 4, RUNS = DEPTH / R;
   constexpr int VECTORS = D::TILE_WORDS / 4; // 16-byte loads of a lane in one tile
   static_assert(DEPTH % R == 0);
@@ -71,7 +76,8 @@ __global__ void __launch_bounds__(max_threads(V), 1)
       load_if<false, D::WORDS>(zero_words[r], qzeros + ((i64(row) * tiles + tile) * 8 + g) * D::WORDS, wanted);
   };
 
-  // The first loads of W do not wait for x.
+  let_next_start();
+  // The first loads of W wait neither for x nor for the kernel before.
   aim();
 #pragma unroll
   for (int i = 0; i < DEPTH; i++) fetch_slice(i, next + i < end);
@@ -81,6 +87,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   }
   advance();
 
+  wait_for_previous(x);
   // This lane's token in pairs of channels; one beyond m reads the last token and is dropped.
   const u32* row = reinterpret_cast<const u32*>(x + min(g, m - 1) * ldx) + t;
 
@@ -111,7 +118,9 @@ __global__ void __launch_bounds__(max_threads(V), 1)
             b[i][h] = load_or_zero(row + p / 2, p + 2 * t < (work ? k : 0));
           }
         float group_sum[4][4] = {};
-        auto& sum = V.run ? group_sum : total;
+        auto& sum = V.run && !EXACT ? group_sum : total;
+        u32 by[4][2];
+        if constexpr (EXACT) Scaled<Element(V.element), T, S>::rows(scale[r].word, by);
         Zero low[4], high[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -123,13 +132,18 @@ __global__ void __launch_bounds__(max_threads(V), 1)
 #pragma unroll
           for (int j = 0; j < 4; j++) {
             u32 a[4];
-            D::block(&q[i][j * D::WORDS], low[j], high[j], a);
+            if constexpr (EXACT) {
+              D::raw(&q[i][j * D::WORDS], a);
+              Scaled<Element(V.element), T, S>::block(a, by[j][0], by[j][1]);
+            } else {
+              D::block(&q[i][j * D::WORDS], low[j], high[j], a);
+            }
             mma<T>(sum[j], a, b[i - r * R][0], b[i - r * R][1]);
           }
           fetch_slice(i, more);
         }
         if constexpr (V.run != 0) {
-          if (work) {
+          if (!EXACT && work) {
 #pragma unroll
             for (int j = 0; j < 4; j++)
 #pragma unroll
@@ -150,6 +164,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
         const int token = 2 * t + c % 2;
         float v = total[j][c];
         if constexpr (V.run == 0 && !V.block) v *= scale[0].at(2 * j + c / 2);
+        if constexpr (EXACT) v *= Scaled<Element(V.element), T, S>::UP;
         if (token < m) mine[token * RED + 16 * j + 8 * (c / 2) + g] = v;
       }
     __syncthreads();

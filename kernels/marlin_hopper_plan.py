@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
+from . import marlin_scales as scales
 from .launch import Device, Plan, Stage
 
 Spec = Mapping[str, Any]
@@ -56,23 +57,32 @@ CUT, SUMS = 2.0, 2800
 TILES = tuple(Wgmma(*shape) for shape in STEP_COST)
 
 
-def refuse(spec: Spec, device: Device) -> str | None:
+SUM_TOKENS = 64
+"""Most tokens of a tile whose sums of 64 k have scales: a second set of sums takes as many registers again."""
+
+
+def scales_sums(spec: Spec, x_dtype: str) -> bool:
+    """Whether scales act on fp32 sums of 64 k, as they would multiply 16-bit weights with more than one rounding."""
+    return bool(ELEMENTS[spec["element"]].is_float and scales.mixed(spec, x_dtype))
+
+
+def refuse(spec: Spec, device: Device, x_dtype: str) -> str | None:
     """None if marlin_wgmma runs this module on this device, else why not."""
     if device.arch != 90:
         return f"needs sm_90, this is sm_{device.arch}"
     if device.nvrtc < NVRTC:
         return f"needs NVRTC {NVRTC[0]}.{NVRTC[1]} or newer, this is {device.nvrtc[0]}.{device.nvrtc[1]}"
-    if ELEMENTS[spec["element"]].is_float:
-        return f"decodes integers, not {spec['element']}"
-    if spec["experts"] is not None:
-        return "reads one matrix, not stacked experts"
     if spec["group"] not in (-1, 16, 32) and spec["group"] % STEP:
         return f"takes groups of 16, 32 and multiples of {STEP}, not {spec['group']}"
+    if spec["group"] in (16, 32) and scales_sums(spec, x_dtype):
+        return f"scales sums of {STEP} k, and {spec['scale']} scales of every {spec['group']} would round in {x_dtype}"
     return None
 
 
-def refuse_tile(spec: Spec, device: Device, w: Wgmma) -> str | None:
-    """None if the tile's ring of stages fits into shared memory, else why not."""
+def refuse_tile(spec: Spec, device: Device, x_dtype: str, w: Wgmma) -> str | None:
+    """None if the tile's ring of stages fits into shared memory and its sums into registers, else why not."""
+    if w.tokens > SUM_TOKENS and scales_sums(spec, x_dtype):
+        return f"{spec['scale']} scales multiply fp32 sums, for which registers reach up to {SUM_TOKENS} tokens"
     if _stages(spec, w, device.shared) is None:
         return f"two stages need {shared(spec, w, 2)} bytes of shared memory, a block has {device.shared}"
     return None
@@ -97,6 +107,19 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | Non
     stages = _stages(spec, w, device.shared)
     assert stages is not None
     bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
+    operands = (
+        "qweight",
+        "scales",
+        "qzeros",
+        scales.factors(spec),
+        "bias",
+        f"{x}_map",
+        "y",
+        "residual",
+        "scratch",
+        "counters",
+    )
+    extents = ("m", "n", k, "n_padded", "group", "ldy", "ld_residual", "each")
     stage = Stage(
         kernel="marlin_wgmma",
         variant=variant(spec, x_dtype, w, stages),
@@ -104,11 +127,9 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | Non
         grid=(blocks, 1, 1),
         block=w.features * w.ways + 128,
         shared=shared(spec, w, stages),
-        args=(
-            *("qweight", "scales", "qzeros", "bias", f"{x}_map", "y", "residual", "scratch", "counters"),
-            *("m", "n", k, "n_padded", "group", bias_type, split, "ldy", "ld_residual", "each"),
-        ),
+        args=(*operands, *extents, bias_type, *scales.args(spec), split),
         box=(w.tokens, STEP),
+        overlap=device.overlaps,
     )
     return Plan(
         (gather, stage) if gather else (stage,),
@@ -123,7 +144,7 @@ def variants(spec: Spec, x_dtype: str, most: int) -> Iterator[tuple[int, ...]]:
     """Template arguments of every tile for a module and ``most`` bytes of shared memory."""
     for w in TILES:
         stages = _stages(spec, w, most)
-        if stages is not None:
+        if stages is not None and (w.tokens <= SUM_TOKENS or not scales_sums(spec, x_dtype)):
             yield variant(spec, x_dtype, w, stages)
 
 
@@ -131,14 +152,16 @@ def variant(spec: Spec, x_dtype: str, w: Wgmma, stages: int) -> tuple[int, ...]:
     """The kernel's ``Variant``."""
     names, dtypes = list(ELEMENTS), list(SCALE_DTYPES)
     types = names.index(spec["element"]), dtypes.index(x_dtype), dtypes.index(spec["scale"])
-    return *types, int(spec["zero"] is not None), _scale_rows(spec), w.features, w.tokens, w.ways, stages
+    kind = int(spec["zero"] is not None), _scale_rows(spec), int(scales.block(spec)), int(scales.factor(spec))
+    return *types, *kind, w.features, w.tokens, w.ways, stages
 
 
 def shared(spec: Spec, w: Wgmma, stages: int) -> int:
     """sizeof(Shared) of the kernel, bytes."""
     bits = ELEMENTS[spec["element"]].bits
-    row = w.features * SCALE_DTYPES[spec["scale"]].itemsize + (w.features * bits // 8 if spec["zero"] else 0)
-    stage = w.tokens * STEP * 2 + STEP * w.features * bits // 8 + _scale_rows(spec) * row
+    scale = 0 if scales.block(spec) else SCALE_DTYPES[spec["scale"]].itemsize
+    rows = _scale_rows(spec) * w.features * (8 * scale + (bits if spec["zero"] else 0)) // 8 or 16
+    stage = w.tokens * STEP * 2 + STEP * w.features * bits // 8 + rows
     out = w.features // WARP_FEATURES * min(w.tokens, 32) * WARP_FEATURES * 2
     sums = 4 * w.tokens * w.features if w.ways > 1 else 16
     return -(-(stages * (stage + 16) + out + sums) // 1024) * 1024
@@ -150,7 +173,9 @@ def _tiles(spec: Spec, m: int, w: Wgmma) -> int:
 
 
 def _scale_rows(spec: Spec) -> int:
-    """Rows of scales in 64 k."""
+    """Rows of scales in 64 k; 0 for a float's one scale for all of k, which multiplies the finished sum."""
+    if spec["group"] == -1 and ELEMENTS[spec["element"]].is_float:
+        return 0
     return STEP // spec["group"] if spec["group"] in (16, 32) else 1
 
 

@@ -95,6 +95,7 @@ STEP_COST = {
     (2, 4, 2): 0.78,
     (4, 4, 1): 1.25,
     (4, 4, 2): 1.10,
+    (4, 2, 8): 0.95,
     (4, 4, 4): 1.05,
     (8, 2, 8): 0.98,
     (8, 4, 2): 1.58,
@@ -125,7 +126,7 @@ def _args(spec: Spec, rows: int, gathered: bool) -> tuple[str | int, ...]:
     """What both kernels begin with; gathered rows are k_padded long."""
     x, k, ldx = ("gathered", "k_padded", "ld_gathered") if gathered else ("x", "k", "ldx")
     bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
-    factors = "global_scale" if "global" in spec or not scales.factor(spec) else "scales"
+    factors = scales.factors(spec)
     operands = ("qweight", "scales", "qzeros", factors, "bias", x, "y", "residual", "factors", "scratch", "counters")
     extents = (rows, "n", k, "n_padded", "k_padded", "group", ldx, "ldy", "ld_residual", "each")
     return (*operands, *extents, bias_type, *scales.args(spec))
@@ -159,6 +160,7 @@ def _gather(spec: Spec, m: int, device: Device) -> Stage:
         block=256,
         shared=0,
         args=("perm", "x", "gathered", "m", "k", "k_padded", "ldx"),
+        overlap=device.overlaps,
     )
 
 
@@ -177,6 +179,11 @@ def choose_decode(spec: Spec, device: Device) -> Decode:
     while warps < most and 2 * warps * tiles <= 18 * device.sms and 2 * warps <= bodies:
         warps *= 2
     splits = max(1, min(device.sms // tiles, bodies // (2 * warps)))
+    if spec["element"] == "e2m1" and splits == 1 and 4 * warps <= bodies:
+        # Decoding takes about as long as reading: the SM with the most tiles decides, and half tiles share out evenly.
+        # H200, 2026-11-29, 28672 x 8192, m = 1: e8m0 47.7 us, uncut over 51.5; e4m3 and a global 50.9, uncut over 54.5.
+        busiest = [-(-tiles * cuts // device.sms) / cuts for cuts in (1, 2)]
+        splits = 2 if busiest[1] < 0.95 * busiest[0] else 1
     waves = -(-tiles // (4 * device.sms))
     return Decode(warps, splits, -(-tiles // waves))
 
@@ -191,6 +198,7 @@ def _decode(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage |
         block=32 * d.warps,
         shared=(1 if d.columns >= tiles else 2) * d.warps * rows * 68 * 4,
         args=_args(spec, rows, before is not None),
+        overlap=device.overlaps,
     )
     cut = d.splits > 1
     return Plan(
@@ -232,16 +240,26 @@ def _estimate(spec: Spec, m: int, device: Device, t: Tiled) -> float:
     return START + waves * steps * STEP_COST[t.blocks, t.columns, t.wn] + (CUT if t.cut else 0)
 
 
-def choose_tile(spec: Spec, m: int, device: Device, x_dtype: str) -> tuple[Tiled | Wgmma, tuple[tuple[str, str], ...]]:
-    """The tile of the least estimated time, and why not each other one. wgmma goes first wherever it runs."""
+def one_order(tile: Tiled | Wgmma) -> bool:
+    """Whether a tile adds the products of a row from the first k to the last, whatever its extents."""
+    return not tile.cut and (tile.ways if isinstance(tile, Wgmma) else tile.wk) == 1
+
+
+def choose_tile(
+    spec: Spec, m: int, device: Device, x_dtype: str, batch_invariant: bool = False
+) -> tuple[Tiled | Wgmma, tuple[tuple[str, str], ...]]:
+    """The tile of the least estimated time, and why not each other one. wgmma goes first wherever it runs.
+
+    Raises UnsupportedError where none is left: ``batch_invariant`` leaves those that add in one order.
+    """
     times: dict[Tiled | Wgmma, float] = {}
     refused: dict[str, str] = {}
-    reason = "does not add pairs of rows" if x_dtype == "f32" else hopper.refuse(spec, device)
+    reason = "does not add pairs of rows" if x_dtype == "f32" else hopper.refuse(spec, device, x_dtype)
     if reason is None:
         refused["mma.sync"] = "slower than wgmma wherever both were measured"
         for w in hopper.TILES:
             for wide in (w, replace(w, cut=True)):
-                if why := hopper.refuse_tile(spec, device, wide):
+                if why := hopper.refuse_tile(spec, device, x_dtype, wide):
                     refused[str(wide)] = why
                 else:
                     times[wide] = hopper.estimate(spec, m, device, wide)
@@ -253,6 +271,11 @@ def choose_tile(spec: Spec, m: int, device: Device, x_dtype: str) -> tuple[Tiled
                     refused[str(tile)] = why
                 else:
                     times[tile] = _estimate(spec, m, device, tile)
+    if batch_invariant:
+        refused |= {str(t): "adds in an order that depends on m" for t in times if not one_order(t)}
+        times = {t: time for t, time in times.items() if one_order(t)}
+        if not times:
+            raise UnsupportedError("no Marlin kernel adds the products of these types in one order")
     best = min(times, key=lambda t: times[t])
     slower = {str(t): f"about {time / times[best]:.2f} times as long" for t, time in times.items() if t != best}
     return best, (*refused.items(), *slower.items())
@@ -271,6 +294,7 @@ def _tiled(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | 
         block=256,
         shared=t.shared,
         args=(*_args(spec, rows, before is not None), down, steps, waves, streams),
+        overlap=device.overlaps,
     )
     cut = streams > rest
     return Plan(
@@ -312,23 +336,26 @@ def plan(
     aligned: bool = True,
     variant: Decode | Tiled | Wgmma | None = None,
     numerics: str | None = None,
+    batch_invariant: bool = False,
 ) -> Plan:
     """The launches of y[m, n] = x[m, k] @ W.T for a module that ``marlin.spec`` describes.
 
     ``x_dtype``: "f16", "bf16" or "f32", also y's. ``aligned``: every row of x starts on 16 bytes. ``variant`` replaces
-    the choice, for measuring. ``numerics`` is one of ``numerics(spec)``, None for the first. Raises
-    ``UnsupportedError`` where no kernel of ours runs.
+    the choice, for measuring. ``batch_invariant``: a row of y has the same bits whatever m is and the other rows are.
+    ``numerics`` is one of ``numerics(spec)``, None for the first. Raises ``UnsupportedError`` where no kernel of ours
+    runs.
     """
     _supported(spec, device, x_dtype)
     if m == 0:
         return Plan((), "no rows")
     rows, before = _rows(spec, m, device, x_dtype, aligned)
-    if variant is None and rows <= DECODE_TOKENS:
+    if variant is None and rows <= DECODE_TOKENS and not batch_invariant:
         variant = choose_decode(spec, device)
     rejected: tuple[tuple[str, str], ...] = ()
     if variant is None:
-        variant, rejected = choose_tile(spec, rows, device, x_dtype)
-        rejected = (("decode", f"serves up to {DECODE_TOKENS} rows, this has {rows}"), *rejected)
+        variant, rejected = choose_tile(spec, rows, device, x_dtype, batch_invariant)
+        why = "its sums depend on m" if batch_invariant else f"serves up to {DECODE_TOKENS} rows, this has {rows}"
+        rejected = (("decode", why), *rejected)
     if isinstance(variant, Decode):
         if spec["k"] % 2:
             before = before or _gather(spec, m, device)
@@ -350,6 +377,7 @@ def plan(
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
     device = Device(arch, sms=1, shared=1 << 20)
+    hopper_device = Device(90, sms=1, shared=HOPPER_SHARED, nvrtc=hopper.NVRTC)
     yield from ((kernel, (ordered,), f"sm_{arch}") for kernel in ("gather", "pairs") for ordered in (0, 1))
     seen = set()
     every = (
@@ -367,7 +395,7 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
             if row not in seen:
                 seen.add(row)
                 yield *row, f"sm_{arch}"
-        if arch == 90 and x_dtype != "f32" and not ELEMENTS[spec["element"]].is_float:
+        if arch == 90 and x_dtype != "f32" and hopper.refuse(spec, hopper_device, x_dtype) is None:
             for variant in hopper.variants(spec, x_dtype, HOPPER_SHARED):
                 if ("marlin_wgmma", variant) not in seen:
                     seen.add(("marlin_wgmma", variant))

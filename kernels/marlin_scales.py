@@ -2,7 +2,9 @@
 
 | scales | where they act |
 | --- | --- |
-| of a column and group | fp32 sums of a run of k; integers with scales of x's type: the 16-bit weights |
+| of a column and group | fp32 sums of a run of k |
+| the same, of integers and x's type | the 16-bit weights, rounded once |
+| the same, where code times scale is exact in x's type (e2m1) | the 16-bit weights, times a power of two |
 | of a block of whole tiles of columns | fp32 sums of a run of k |
 | of a column, all of k | the sum of a warp or tile |
 | of the whole, of fused parts, of blocks as long as k; a global | the finished sum: a factor |
@@ -61,10 +63,16 @@ def factor(spec: Spec) -> bool:
     return "global" in spec or (block(spec) and spec["group"] == -1)
 
 
+def exact(spec: Spec, x_dtype: str) -> bool:
+    """Whether a code times its scale is a number of x's type, to the bit; decode.cuh's ``exact_product``."""
+    types = spec["scale"], x_dtype
+    return bool(spec["element"] == "e2m1" and types in (("e4m3", "f16"), ("e4m3", "bf16"), ("e8m0", "bf16")))
+
+
 def mixed(spec: Spec, x_dtype: str) -> bool:
-    """Scales that would not multiply 16-bit weights with one rounding: they multiply fp32 sums, a second set."""
+    """Scales that would multiply 16-bit weights with more than one rounding: they multiply fp32 sums, a second set."""
     other = x_dtype == "f32" or spec["scale"] != x_dtype or ELEMENTS[spec["element"]].is_float
-    return bool(spec["group"] != -1 and other)
+    return bool(spec["group"] != -1 and other and not exact(spec, x_dtype))
 
 
 def wide(spec: Spec) -> bool:
@@ -77,6 +85,11 @@ def args(spec: Spec) -> tuple[int, ...]:
     starts = (*accumulate(spec["shards"][:-1]),) if "shards" in spec else ()
     columns = spec["scale_block"][0] if block(spec) and not starts else NEVER
     return columns, *(*starts, *(NEVER,) * (PARTS - 1))[: PARTS - 1]
+
+
+def factors(spec: Spec) -> str:
+    """The tensor that holds the factors, where there are any."""
+    return "global_scale" if "global" in spec or not factor(spec) else "scales"
 
 
 def kinds(element: str, group: int) -> Iterator[dict[str, Any]]:

@@ -23,9 +23,13 @@ struct Variant {
 constexpr int THREADS = 256;
 constexpr int SLICES = 4; // k16 slices of a warp's step
 
-// Scales that would not multiply 16-bit weights with one rounding, or beyond their range, multiply fp32 sums of a run.
+// Scales that would not multiply 16-bit weights with one rounding at most, or beyond their range, multiply fp32 sums of
+// a run.
+constexpr bool scales_exactly(Variant v) {
+  return v.run != 0 && exact_product(Element(v.element), Dtype(v.x), Dtype(v.scale));
+}
 constexpr bool scales_sums(Variant v) {
-  return v.run != 0 && (v.scale != v.x || Dtype(v.x) == Dtype::f32 || facts(Element(v.element)).exponent);
+  return v.run != 0 && !scales_exactly(v) && (v.scale != v.x || Dtype(v.x) == Dtype::f32 || facts(Element(v.element)).exponent);
 }
 
 template <Variant V>
@@ -50,7 +54,7 @@ struct Segment {
 template <Variant V>
 __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
     marlin_tiled(const u32* __restrict__ qweight, const u8* __restrict__ scales, const u32* __restrict__ qzeros,
-                 const void* __restrict__ factors, const void* __restrict__ bias, const u16* __restrict__ x, u16* y,
+                 const void* __restrict__ factors, const void* __restrict__ bias, const u16* x, u16* y,
                  const void* residual, const float* row_factors, float* scratch, u32* counters, int m, int n, int k,
                  int n_padded, int k_padded, int group, i64 ldx, i64 ldy, i64 ld_residual, int each, int bias_type,
                  int columns, int part1, int part2, int part3, int rows, int steps, int waves, int streams) {
@@ -58,10 +62,13 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
   using D = Decode<Element(V.element), T, V.zero != 0>;
   using P = Shape<V>;
   constexpr int R = V.run ? V.run : SLICES, RUNS = SLICES / R, NB = P::NB, JB = P::JB, TILE = P::FEATURES / 64;
-  constexpr bool SCALE_SUMS = scales_sums(V), SCALE_PAIRS = V.run != 0 && !SCALE_SUMS;
+  constexpr bool SCALE_SUMS = scales_sums(V), EXACT = scales_exactly(V);
+  constexpr bool SCALE_PAIRS = V.run != 0 && !SCALE_SUMS && !EXACT;
   constexpr int SUM_BLOCKS = SCALE_SUMS ? NB : 1;
 
   extern __shared__ __align__(128) u8 shared[];
+  let_next_start();
+  wait_for_previous(x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int kw = warp / (P::WN * P::WM), mw = warp / P::WN % P::WM, nw = warp % P::WN;
   const int tiles = n_padded / 64;
@@ -149,6 +156,8 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
 #pragma unroll
       for (int r = 0; r < RUNS; r++) {
         float run_sum[SUM_BLOCKS][JB][4] = {};
+        u32 by[JB][2];
+        if constexpr (EXACT) Scaled<Element(V.element), T, S>::rows(scale[r].word, by);
         Zero low[JB], high[JB];
 #pragma unroll
         for (int j = 0; j < JB; j++) {
@@ -164,7 +173,12 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
 #pragma unroll
           for (int j = 0; j < JB; j++) {
             u32 a[4];
-            D::block(&q[i][j * D::WORDS], low[j], high[j], a);
+            if constexpr (EXACT) {
+              D::raw(&q[i][j * D::WORDS], a);
+              Scaled<Element(V.element), T, S>::block(a, by[j][0], by[j][1]);
+            } else {
+              D::block(&q[i][j * D::WORDS], low[j], high[j], a);
+            }
             if constexpr (SCALE_PAIRS) {
               const u32 s0 = scale[r].pair(2 * j), s1 = scale[r].pair(2 * j + 1);
               a[0] = mul2<T>(a[0], s0), a[1] = mul2<T>(a[1], s1), a[2] = mul2<T>(a[2], s0), a[3] = mul2<T>(a[3], s1);
@@ -270,7 +284,8 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const int column = from + 16 * j + 8 * h + g;
-          const float by = V.run || V.block ? 1.0f : scale[0].at(2 * j + h);
+          float by = EXACT ? Scaled<Element(V.element), T, S>::UP : 1.0f;
+          if constexpr (V.run == 0 && !V.block) by = scale[0].at(2 * j + h);
           const float whole = V.factor ? factor.of<F>(column0 + column) : 1.0f;
           const float plus = out.bias_at(column0 + column);
 #pragma unroll

@@ -17,13 +17,22 @@
 struct Variant {
   int element, x, scale; // Element, Dtype, Dtype
   int zero;              // 1: zero points from qzeros
-  int rows;              // rows of scales in 64 k: 1, 2, 4
+  int rows;              // rows of scales in 64 k: 1, 2, 4; 0: one scale for all of k
+  int block;             // 1: a scale for whole tiles of columns, or, when rows is 0, no scale but the factor
+  int factor;            // 1: sums over all of k have a factor of their own (decode.cuh)
   int features, tokens;  // of a tile: 128 .. 512, 16 .. 128
   int ways;              // 2: a second set of warpgroups has the same features, and each takes every other 64 k
   int stages;            // a power of two
 };
 
 constexpr int STEP = 64; // k of a stage
+// Scales multiply the 16-bit weights where that rounds once (integers) or never; else fp32 sums, of 64 k or all.
+constexpr bool is_float(Variant v) { return facts(Element(v.element)).exponent != 0; }
+constexpr bool scales_exactly(Variant v) {
+  return v.rows != 0 && exact_product(Element(v.element), Dtype(v.x), Dtype(v.scale));
+}
+constexpr bool scales_sums(Variant v) { return v.rows != 0 && is_float(v) && !scales_exactly(v); }
+
 constexpr int BAND = 8;  // token tiles that go through all features together, so that x of these stays in L2
 // Two warpgroups of long wgmmas take turns: see TURN_OF.
 constexpr bool turns(Variant v) { return v.tokens == 128 && v.features == 256 && v.ways == 1; }
@@ -38,20 +47,21 @@ constexpr int producer_registers(Variant v) {
 }
 // Beside the sums and what decoding an element takes more than u4b8 with scales of x's own type.
 constexpr int spare_registers(Variant v) {
-  const int decoding = (v.zero ? 12 : 0) + (facts(Element(v.element)).bits == 8 ? 8 : 0) + (v.scale != v.x ? 8 : 0);
-  return consumer_registers(v) - v.tokens - decoding;
+  const int decoding = (v.zero ? 12 : 0) + (facts(Element(v.element)).bits == 8 ? 8 : 0) + (v.scale != v.x && !scales_sums(v) ? 8 : 0);
+  return consumer_registers(v) - v.tokens * (scales_sums(v) ? 2 : 1) - decoding;
 }
 
 template <Variant V>
 struct alignas(1024) Shared {
   static constexpr int BITS = facts(Element(V.element)).bits;
   static constexpr int SLICE = V.features * 2 * BITS; // bytes of 16 k
-  static constexpr int SCALES = V.features * bytes_of(Dtype(V.scale)), ZEROS = V.zero ? V.features * BITS / 8 : 0;
+  static constexpr int ROW_BYTES = V.block || V.rows == 0 ? 0 : bytes_of(Dtype(V.scale)); // of a column; 0: none in stages
+  static constexpr int SCALES = V.features * ROW_BYTES, ZEROS = V.zero ? V.features * BITS / 8 : 0;
   static constexpr int ROWS = V.rows * (SCALES + ZEROS);
 
   u8 x[V.stages][V.tokens * STEP * 2];
   u8 weights[V.stages][STEP / 16][SLICE];
-  u8 scales[V.stages][ROWS]; // rows of scales, then rows of zeros
+  u8 scales[V.stages][ROWS ? ROWS : 16]; // rows of scales, then rows of zeros
   u8 out[warps_of(V)][rows_out(V)][64];
   float4 sums[V.ways > 1 ? V.tokens / 4 : 1][V.ways > 1 ? V.features : 1]; // of the other way, a thread's side by side
   u64 full[V.stages], empty[V.stages];
@@ -121,6 +131,8 @@ struct Problem {
   u32* counters;
   Output out;
   int k, n_padded, group, split;
+  Factor factor;
+  int scales_in_row; // of a grid of block scales
 
   DEVICE Schedule schedule() const {
     return {(out.m + V.tokens - 1) / V.tokens * ((n_padded + V.features - 1) / V.features), split, k};
@@ -132,14 +144,23 @@ DEVICE void produce(Shared<V>& shared, const Problem<V>& p, const TensorMap& x) 
   using S = Shared<V>;
   Schedule work = p.schedule();
   u32 done = 0; // steps
+  let_next_start();
   for (Segment s; work.next(s);) {
     const Place at = place<V>(s.tile, p.out.m, p.n_padded);
     const int features = min(V.features, p.n_padded - at.feature);
-    const u32 slice = features * 2 * S::BITS, scale = features * bytes_of(Dtype(V.scale)), zero = features * S::BITS / 8;
-    const u32 bytes = sizeof(shared.x[0]) + STEP / 16 * slice + V.rows * (scale + (V.zero ? zero : 0));
+    const u32 slice_bytes = features * 2 * S::BITS, scale = features * S::ROW_BYTES, zero = features * S::BITS / 8;
+    const u32 bytes = sizeof(shared.x[0]) + STEP / 16 * slice_bytes + V.rows * (scale + (V.zero ? zero : 0));
     const u64 pitch = u64(p.n_padded) * 2 * S::BITS;
     const u8* weights = p.weights + at.feature * 2 * S::BITS;
     const int run = p.group < STEP ? work.steps : p.group / STEP; // steps that share a row of scales
+    if (done == 0) {
+      // The first stages' weights are on their way to L2 while the kernel before still runs.
+      if (elected())
+        for (int slice = s.begin * (STEP / 16); slice < min(s.end, s.begin + V.stages) * (STEP / 16); slice++)
+          prefetch_bulk(weights + slice * pitch, slice_bytes);
+      const TensorMap* map = &x;
+      wait_for_previous(map);
+    }
     int row = uniform(s.begin / run), left = run - (s.begin - row * run);
     for (int step = s.begin; step < s.end; step++, done++) {
       const int stage = Ring<V>::stage(done), first = V.rows == 1 ? row : step * V.rows;
@@ -151,12 +172,12 @@ DEVICE void produce(Shared<V>& shared, const Problem<V>& p, const TensorMap& x) 
       copy_box(shared_address(shared.x[stage]), x, step * STEP, at.token, full);
 #pragma unroll
       for (int i = 0; i < STEP / 16; i++)
-        copy_bulk(shared_address(shared.weights[stage][i]), weights + (step * (STEP / 16) + i) * pitch, slice, full);
+        copy_bulk(shared_address(shared.weights[stage][i]), weights + (step * (STEP / 16) + i) * pitch, slice_bytes, full);
       const u32 to = shared_address(shared.scales[stage]);
 #pragma unroll
       for (int r = 0; r < V.rows; r++) {
         const u64 from = u64(first + r) * p.n_padded + at.feature;
-        copy_bulk(to + r * S::SCALES, p.scales + from * bytes_of(Dtype(V.scale)), scale, full);
+        if (S::ROW_BYTES) copy_bulk(to + r * S::SCALES, p.scales + from * S::ROW_BYTES, scale, full);
         if (V.zero) copy_bulk(to + V.rows * S::SCALES + r * S::ZEROS, p.zeros + from * S::BITS / 8, zero, full);
       }
     }
@@ -188,7 +209,18 @@ struct Decoder {
     Zero low[2], high[2];
     zeros(shared.scales[stage] + V.rows * Bytes::SCALES + row * Bytes::ZEROS + column * Bytes::BITS / 8, low, high);
     const u8* scales = shared.scales[stage] + row * Bytes::SCALES + (column + half * 4) * bytes_of(S);
-    if constexpr (S == T) {
+    if constexpr (scales_exactly(V)) {
+      u32 s[2][2];
+      Scaled<Element(V.element), T, S>::rows(reinterpret_cast<const u32*>(scales), s);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        D::raw(words[j], a[j]);
+        Scaled<Element(V.element), T, S>::block(a[j], s[j][0], s[j][1]);
+      }
+    } else if constexpr (is_float(V)) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) D::block(words[j], low[j], high[j], a[j]);
+    } else if constexpr (S == T) {
       const uint2 v = *reinterpret_cast<const uint2*>(scales);
 #pragma unroll
       for (int j = 0; j < 2; j++) {
@@ -209,9 +241,18 @@ struct Decoder {
     }
   }
 
+  // Of the sums of a stage's 64 k: scale v belongs to row g + 8 v of the warp's 32.
+  DEVICE void sum_scales(const Shared<V>& shared, int stage, int g, float (&s)[4]) const {
+    const u8* from = shared.scales[stage] + (tile * 64 + g * 8 + half * 4) * bytes_of(S);
+#pragma unroll
+    for (int v = 0; v < 4; v++) s[v] = scale_at(from, v);
+  }
+
   static DEVICE float scale_at(const u8* scales, int i) {
     if constexpr (S == Dtype::f32)
       return reinterpret_cast<const float*>(scales)[i];
+    else if constexpr (bytes_of(S) == 1)
+      return number<S>(scales[i], 0);
     else
       return to_float<S>(reinterpret_cast<const u16*>(scales)[i]);
   }
@@ -235,9 +276,9 @@ template <Variant V>
 DEVICE bool add_parts(float (&d)[2][V.tokens / 2], const Problem<V>& p, const Schedule& work, const Segment& s,
                       int warp) {
   constexpr int CHUNKS = V.tokens / 4; // of 16 bytes a lane
-  // Of those in flight at once. At 128 tokens more than four spill.
+  // Of those in flight at once. At 128 tokens more than four spill, with a factor more than two.
   constexpr int MOST = spare_registers(V) > 96 ? 8 : spare_registers(V) > 64 ? 4 : 2;
-  constexpr int BATCH = V.tokens == 128 || MOST > CHUNKS ? 4 : MOST;
+  constexpr int BATCH = V.tokens == 128 ? (V.factor ? 2 : 4) : MOST > CHUNKS ? 4 : MOST;
   const int lane = fresh_lane();
   const int cut = s.tile - work.whole;
   const int head = work.owner(cut * work.steps), tail = work.owner((cut + 1) * work.steps - 1);
@@ -289,14 +330,31 @@ DEVICE bool add_parts(float (&d)[2][V.tokens / 2], const Problem<V>& p, const Sc
 
 // A warp's 32 features x V.tokens, transposed through shared memory into runs of 64 bytes of y.
 template <Variant V>
-DEVICE void store(float (&d)[2][V.tokens / 2], const Output& out, u8 (&buffer)[rows_out(V)][64], int token, int feature) {
-  constexpr Dtype T = Dtype(V.x);
+DEVICE void store(float (&d)[2][V.tokens / 2], const Problem<V>& p, u8 (&buffer)[rows_out(V)][64], int token, int feature) {
+  constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale), F = V.rows == 0 && V.block ? S : Dtype::f32;
+  const Output& out = p.out;
   constexpr int CHUNK = rows_out(V);
   const int lane = fresh_lane();
   if (feature >= out.n) return;
   float bias[4];
 #pragma unroll
   for (int v = 0; v < 4; v++) bias[v] = out.bias_at(min(feature + lane / 4 + 8 * v, out.n - 1));
+  // Scales of all of k, then factors: pieces v and v + 4 of a row of d[0], d[1] are columns lane / 4 + 8 v, 16 + 8 v.
+  auto times = [&](int v, float by) {
+#pragma unroll
+    for (int i = v % 2 * 2; i < V.tokens / 2; i += 4) d[v / 2][i] *= by, d[v / 2][i + 1] *= by;
+  };
+#pragma unroll
+  for (int v = 0; v < 4; v++) {
+    if constexpr (V.rows == 0 && !V.block) {
+      const int at = feature / 64 * 64 + lane / 4 * 8 + feature % 64 / 8 + v;
+      times(v, number<S>(load_one<S>(p.scales + at * bytes_of(S)), 0));
+    }
+    float by = 1;
+    if constexpr (scales_exactly(V)) by = Scaled<Element(V.element), T, S>::UP; // times a factor: still one rounding
+    if constexpr (V.factor) by *= p.factor.template of<F>(feature + lane / 4 + 8 * v);
+    if constexpr (scales_exactly(V) || V.factor) times(v, by);
+  }
   const bool wide = feature + 32 <= out.n && (reinterpret_cast<u64>(out.y) | out.ldy * 2) % 16 == 0;
 #pragma unroll
   for (int first = 0; first < V.tokens; first += CHUNK) {
@@ -358,9 +416,17 @@ DEVICE void join(float (&d)[2][V.tokens / 2], Shared<V>& shared, int way) {
   if (way == 0) report(FREE, ALL);
 }
 
+// The warp's first scale in a grid of blocks of whole 64-wide tiles.
+template <Variant V>
+DEVICE const u8* block_scales(const Problem<V>& p, const Segment& s, int warp) {
+  const int feature = min(place<V>(s.tile, p.out.m, p.n_padded).feature + warp * 32, p.n_padded - 1);
+  return p.scales + uniform(feature / p.factor.columns) * bytes_of(Dtype(V.scale));
+}
+
 template <Variant V>
 DEVICE void multiply(Shared<V>& shared, const Problem<V>& p, int warp) {
-  constexpr Dtype T = Dtype(V.x);
+  constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
+  constexpr bool SUMS = scales_sums(V);
   // 16 k's of a slice: what is decoded while the slice before is multiplied. As many as registers allow.
   constexpr int DEPTH = spare_registers(V) > 96 ? 4 : spare_registers(V) > 68 ? 2 : 1, SLICES = STEP / 16 / DEPTH;
   constexpr int BODY = SLICES < 2 ? 2 : SLICES; // slices of a loop body; they alternate between two buffers
@@ -371,14 +437,23 @@ DEVICE void multiply(Shared<V>& shared, const Problem<V>& p, int warp) {
   if (V.ways > 1 && way == 0) report(FREE, V.features * V.ways);
   const int group = warp / 4; // of four warps
   if (turns(V) && group == 1) report(TURN_OF + 0, 256);
+  const Divide run_of(SUMS && V.block ? p.group / STEP : 1); // steps that share a row of the grid of block scales
   u32 done = 0; // steps
   for (Segment s; work.next(s);) {
-    float d[2][V.tokens / 2] = {};
+    float total[2][V.tokens / 2] = {}, part[2][SUMS ? V.tokens / 2 : 1];
+    auto& d = [&]() -> float(&)[2][V.tokens / 2] {
+      if constexpr (SUMS) return part;
+      else return total;
+    }();
     u32 a[2][DEPTH][2][4]; // of a slice and the one after; 16 k, block, register
-    const u32 first = done + way, last = done + s.end - s.begin;
+    const u32 begin = done, first = done + way, last = done + s.end - s.begin;
     done = last;
+    float scale = 0, next_scale = 0; // of a block; the next is on its way while the current step is multiplied
+    const u8* block = SUMS && V.block ? block_scales(p, s, warp) : nullptr;
     auto fetch = [&](u32 step, int slice, int buffer) {
       const int stage = Ring<V>::stage(step), g = (DEPTH == 4 ? fresh_lane() : lane) / 4;
+      if (SUMS && V.block && slice == 0)
+        next_scale = number<S>(load_one<S>(block + i64(run_of(s.begin + step - begin)) * p.scales_in_row * bytes_of(S)), 0);
       if (slice == 0) barrier_wait(shared_address(&shared.full[stage]), Ring<V>::parity(step));
 #pragma unroll
       for (int i = 0; i < DEPTH; i++) decode(shared, stage, slice * DEPTH + i, g, a[buffer][i]);
@@ -391,13 +466,29 @@ DEVICE void multiply(Shared<V>& shared, const Problem<V>& p, int warp) {
 #pragma unroll
       for (int i = 0; i < DEPTH; i++)
 #pragma unroll
-        for (int j = 0; j < 2; j++) wgmma<T, V.tokens>(d[j], a[buffer][i][j], swizzled_tile(b + i * 32));
+        for (int j = 0; j < 2; j++) {
+          if (SUMS && slice == 0 && i == 0)
+            wgmma<T, V.tokens, false>(d[j], a[buffer][i][j], swizzled_tile(b + i * 32));
+          else
+            wgmma<T, V.tokens>(d[j], a[buffer][i][j], swizzled_tile(b + i * 32));
+        }
       wgmma_commit();
       if (turns(V) && slice == SLICES - 1) report(TURN_OF + 1 - group, 256);
       pin(d[0]), pin(d[1]);
     };
 
+    auto scale_step = [&](u32 step) {
+      float by[4] = {scale, scale, scale, scale};
+      if constexpr (!V.block) decode.sum_scales(shared, Ring<V>::stage(step), lane / 4, by);
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int i = 0; i < V.tokens / 2; i++) total[j][i] = fmaf(by[2 * j + i % 4 / 2], d[j][i], total[j][i]);
+      scale = next_scale;
+    };
+
     if (first < last) fetch(first, 0, 0);
+    scale = next_scale;
     for (u32 body = first; body < last; body += BODY / SLICES * V.ways) {
 #pragma unroll
       for (int i = 0; i < BODY; i++) {
@@ -407,27 +498,31 @@ DEVICE void multiply(Shared<V>& shared, const Problem<V>& p, int warp) {
           if (next < last) fetch(next, (i + 1) % SLICES, (i + 1) % 2);
           wgmma_wait<0>();
           pin(d[0]), pin(d[1]);
+          if constexpr (SUMS) {
+            if (next != step) scale_step(step);
+          }
           if (next != step && lane == 0) barrier_arrive(shared_address(&shared.empty[Ring<V>::stage(step)]));
         }
       }
     }
 
     if constexpr (V.ways > 1) {
-      join<V>(d, shared, way);
+      join<V>(total, shared, way);
       if (way > 0) continue;
     }
-    if (s.end - s.begin < work.steps && !add_parts<V>(d, p, work, s, warp)) continue;
+    if (s.end - s.begin < work.steps && !add_parts<V>(total, p, work, s, warp)) continue;
     const Place at = place<V>(s.tile, p.out.m, p.n_padded);
-    store<V>(d, p.out, shared.out[warp], at.token, at.feature + warp * 32);
+    store<V>(total, p, shared.out[warp], at.token, at.feature + warp * 32);
   }
 }
 
 template <Variant V>
 __global__ void __launch_bounds__(threads_of(V), 1)
     marlin_wgmma(const u8* __restrict__ qweight, const u8* __restrict__ scales, const u8* __restrict__ qzeros,
-                 const void* __restrict__ bias, const __grid_constant__ TensorMap x_map, u16* y, const void* residual,
-                 float* scratch, u32* counters, int m, int n, int k, int n_padded, int group, int bias_type, int split,
-                 i64 ldy, i64 ld_residual, int each) {
+                 const void* __restrict__ factors, const void* __restrict__ bias,
+                 const __grid_constant__ TensorMap x_map, u16* y, const void* residual, float* scratch, u32* counters,
+                 int m, int n, int k, int n_padded, int group, i64 ldy, i64 ld_residual, int each, int bias_type,
+                 int columns, int part1, int part2, int part3, int split) {
   extern __shared__ __align__(1024) u8 dynamic[];
   Shared<V>& shared = *reinterpret_cast<Shared<V>*>(dynamic);
   if (threadIdx.x == 0) {
@@ -441,7 +536,8 @@ __global__ void __launch_bounds__(threads_of(V), 1)
   __syncthreads();
 
   const Output out{y, ldy, m, n, bias, Dtype(bias_type), residual, ld_residual, each};
-  const Problem<V> p{qweight, scales, qzeros, scratch, counters, out, k, n_padded, group, split};
+  const Problem<V> p{qweight, scales, qzeros, scratch, counters, out, k, n_padded, group, split,
+                     {factors, n, columns, {part1, part2, part3}}, (n + columns - 1) / columns};
   const int warp = uniform(threadIdx.x / 32);
   if (warp < warps_of(V) * V.ways) {
     if constexpr (threads_of(V) > 256) registers_take<consumer_registers(V)>();

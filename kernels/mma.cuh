@@ -29,6 +29,15 @@ DEVICE u32 prmt(u32 a, u32 b) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "n"(SELECT));
   return d;
 }
+// One half of a pair twice, in the form that arithmetic takes as an operand modifier instead of an instruction.
+DEVICE u32 twice(u32 pair, int half) {
+  u32 both;
+  if (half)
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(both) : "r"(pair));
+  else
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(both) : "r"(pair));
+  return both;
+}
 DEVICE u32 both_low(u32 pair) { return prmt<0x1010>(pair, pair); }
 DEVICE u32 both_high(u32 pair) { return prmt<0x3232>(pair, pair); }
 
@@ -51,6 +60,23 @@ DEVICE u32 add2(u32 a, u32 b) {
 template <Dtype T>
 DEVICE u32 mul2(u32 a, u32 b) {
   return fma2<T>(a, b, 0x80008000u);
+}
+
+// As one instruction of the multiplier, whatever the factor.
+DEVICE u32 multiply(u32 a, u32 b) {
+  u32 d;
+  asm("mul.lo.u32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// The larger of two unsigned numbers, for each half.
+DEVICE u32 max2(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+  u32 d;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+#else
+  return max(a & 0xFFFFu, b & 0xFFFFu) | max(a & 0xFFFF0000u, b & 0xFFFF0000u);
+#endif
 }
 
 template <Dtype T>
@@ -138,9 +164,10 @@ DEVICE void load_if(u32* to, const void* from, bool wanted) {
         : "l"(from), "r"(u32(wanted)));
 }
 
+// Not past the read-only cache: x may still be written when a kernel that overlaps the one before it starts.
 DEVICE u32 load_or_zero(const u32* from, bool wanted) {
   u32 v;
-  asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.b32 %0, [%1];}"
+  asm("{.reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1];}"
       : "=r"(v)
       : "l"(from), "r"(u32(wanted)));
   return v;
@@ -154,6 +181,23 @@ DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory");
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- overlapping with the kernels before and after (Stage.overlap) ----
+
+// The next kernel's blocks may start where this one's have left room. Its own wait holds back all but reading weights.
+DEVICE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// Until the kernel before is done and what it wrote is visible. Nothing but weights may be touched earlier; reads
+// through `p` depend on it, so that no compiler moves them up.
+template <typename T>
+DEVICE void wait_for_previous(T*& p) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" : "+l"(p)::"memory");
+#endif
 }
 
 // One more arrival at a counter; the old count. Orders what the block wrote before with what the last one reads after.

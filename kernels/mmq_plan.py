@@ -178,12 +178,15 @@ def plan(
     aligned: bool = True,
     variant: Decode | None = None,
     numerics: str | None = None,
+    batch_invariant: bool = False,
 ) -> Plan:
     """The launches of y[m, n] = x[m, k] @ W.T for a module that ``mmq.spec`` describes.
 
     ``x_dtype``: "f16" or "bf16", also y's. ``variant`` replaces the choice, for measuring. ``numerics`` is one
     of ``numerics(spec)``, None for the first. Raises ``UnsupportedError`` where no kernel of ours runs.
     """
+    if batch_invariant:
+        raise UnsupportedError("no kernel multiplies strips in one order for every m", found=spec["kind"])
     kind = numerics or _numerics(spec)[0]
     if kind == "exact":
         raise UnsupportedError(

@@ -77,12 +77,14 @@ def _facts(index: int, cubins: Any) -> plans.Device:
 class Cuda:
     """One device. Every entry makes it current for the call and puts the caller's device back."""
 
-    def __init__(self, catalog: Catalog, index: int, cubins: Any, scratch_limit: int) -> None:
+    def __init__(
+        self, catalog: Catalog, index: int, cubins: Any, scratch_limit: int, batch_invariant: bool = False
+    ) -> None:
         self.catalog, self.index, self.device = catalog, index, f"cuda:{index}"
         with current(index):
             uploader = Uploader()
             self._lanes = Lanes(scratch_limit, uploader)
-            self.ready = Ready(catalog, _facts(index, cubins), cubins, uploader)
+            self.ready = Ready(catalog, _facts(index, cubins), cubins, uploader, batch_invariant)
 
     @property
     def scratch_bytes(self) -> int:

@@ -120,6 +120,8 @@ class _Prepared:
     addresses: int
     keep: tuple[Any, ...]
     map: _Map | None
+    config: Any
+    """CUlaunchConfig of a stage that overlaps with the kernel before it, but for the stream."""
 
 
 class _Map:
@@ -199,9 +201,13 @@ class Bound:
                         p.map.point(operands["gathered" if gathered else "x"], stride)
                     except CudaError as error:
                         raise self._blame(i, error) from None
-                (status,) = driver.cuLaunchKernel(
-                    p.function, *stage.grid, stage.block, 1, 1, stage.shared, stream, p.addresses, 0
-                )
+                if p.config is None:
+                    (status,) = driver.cuLaunchKernel(
+                        p.function, *stage.grid, stage.block, 1, 1, stage.shared, stream, p.addresses, 0
+                    )
+                else:
+                    p.config.hStream = stream
+                    (status,) = driver.cuLaunchKernelEx(p.config, p.function, p.addresses, 0)
                 if status:
                     raise self._blame(i, CudaError("launch", status))
 
@@ -247,4 +253,20 @@ def _prepare(stage: Stage, scalars: Mapping[str, int], weights: Weights, functio
             if weights.steps.get(arg, 0):
                 stacked.append((i, weights.pointers[arg], weights.steps[arg]))
     keep = (storage, addresses, weights)
-    return _Prepared(stage, function, words, tuple(patched), tuple(stacked), ctypes.addressof(addresses), keep, map_)
+    pointer, config = ctypes.addressof(addresses), _overlapping(stage) if stage.overlap else None
+    return _Prepared(stage, function, words, tuple(patched), tuple(stacked), pointer, keep, map_, config)
+
+
+def _overlapping(stage: Stage) -> Any:
+    """The launch of a stage that may start while the kernel before it still runs."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = stage.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = stage.block, 1, 1
+    config.sharedMemBytes = stage.shared
+    config.attrs, config.numAttrs = [attribute], 1
+    return config

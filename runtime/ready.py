@@ -28,10 +28,12 @@ BOUND_LIMIT = 16384
 class Ready:
     """Of one device, which is current in every call. Safe to use from several threads."""
 
-    def __init__(self, catalog: Catalog, facts: plans.Device, cubins: Any, uploader: Uploader) -> None:
+    def __init__(
+        self, catalog: Catalog, facts: plans.Device, cubins: Any, uploader: Uploader, batch_invariant: bool = False
+    ) -> None:
         import cupy
 
-        self.catalog, self.facts = catalog, facts
+        self.catalog, self.facts, self._invariant = catalog, facts, batch_invariant
         self.kernels = Kernels(cubins)
         self.cublas: Cublas | None = None
         self._uploader = uploader
@@ -68,13 +70,18 @@ class Ready:
                 raise UnsupportedError(
                     "no kernel takes x in 8 bits", tensor=module.name, found=found, do="pass x itself"
                 )
+            if isinstance(plan, str) and self._invariant:
+                raise UnsupportedError(
+                    "no batch-invariant product: cuBLAS would choose its order of adding by m",
+                    tensor=module.name, found=plan, do="open a session without batch_invariant for it",
+                )  # fmt: skip
             stages = () if isinstance(plan, str) else plan.stages
             if not stages or module.name not in self._weights or not all(map(self.kernels.has, stages)):
                 self._refuse_cold(module.name, m, stream)
             with allocating():
                 if len(self._bound) >= BOUND_LIMIT:
                     self._bound.clear()
-                made = self._make_dense(module, dtype) if isinstance(plan, str) else self._bind(module, m, plan)
+                made = self._make_dense(module, dtype) if isinstance(plan, str) else self.bind(module, m, plan)
                 self._bound[key] = made
                 return made
 
@@ -86,7 +93,8 @@ class Ready:
                 f"call session.prepare({m}) before the capture begins"
             )
 
-    def _bind(self, module: Module, m: int, plan: plans.Plan) -> Bound:
+    def bind(self, module: Module, m: int, plan: plans.Plan) -> Bound:
+        """A plan with the module's weights, uploaded if they are not, and m in place."""
         spec = self.catalog.artifact.modules[module.name]
         extents = {name: value for name, value in spec.items() if type(value) is int}
         scalars = {**extents, "m": m, "ld_gathered": spec["k_padded"]}
@@ -98,7 +106,8 @@ class Ready:
             return f"its weights passed through conversion as {module.element}"
         spec = self.catalog.artifact.modules[module.name]
         try:
-            plan: plans.Plan = layouts()[module.layout].plan(spec, m, self.facts, dtype, aligned, numerics=numerics)
+            layout, how = layouts()[module.layout], {"numerics": numerics, "batch_invariant": self._invariant}
+            plan: plans.Plan = layout.plan(spec, m, self.facts, dtype, aligned, **how)
         except UnsupportedError as error:
             return str(error)
         return plan

@@ -31,15 +31,15 @@ class Reference:
     scratch_bytes = 0
     weight_bytes = 0
 
-    def __init__(self, catalog: Catalog, why: str) -> None:
-        self.catalog = catalog
+    def __init__(self, catalog: Catalog, why: str, batch_invariant: bool = False) -> None:
+        self.catalog, self._invariant = catalog, batch_invariant
         announce(why)
 
     def linear(self, p: Product) -> Any:
         _on_host(p.module.name, x=p.x, out=p.out, residual=p.residual)
         weight, bias = self.catalog.decoded(p.module, expert=p.expert)
         to = ACTIVATIONS[p.x.dtype]
-        y = self._values(p) @ weight.T
+        y = self._multiply(self._values(p), weight)
         with np.errstate(over="ignore"):
             for more in (bias, None if p.residual is None else host_view(p.residual)):
                 if more is not None:
@@ -51,6 +51,15 @@ class Reference:
         result = p.kind.empty(y.shape, p.x.dtype, p.x.owner)
         host_view(p.kind.target(result))[...] = rounded
         return p.kind.deliver(result, p.x.owner)
+
+    def _multiply(self, x: Array, weight: Array) -> Array:
+        """x [.., k] @ weight [n, k].T; row by row where no row may depend on how many there are."""
+        if not self._invariant:
+            return np.asarray(x @ weight.T)
+        y = np.empty((*x.shape[:-1], len(weight)))
+        for row in np.ndindex(x.shape[:-1]):
+            y[row] = weight @ x[row]
+        return y
 
     def _values(self, p: Product) -> Array:
         """x as the product sees it, float64 [.., k]."""

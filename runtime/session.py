@@ -66,7 +66,9 @@ class Session:
     ``path`` is an artifact's file or directory, or an artifact already open. ``device`` is ``cuda:<i>`` or ``cpu``;
     by default the first CUDA device, and the NumPy reference backend where there is none. ``cubins`` is a folder of
     kernels built beforehand (default: the environment variable WARPTILE_CUBINS). ``scratch_limit`` caps, in bytes,
-    the scratch memory kept between calls; what a captured graph uses is kept whatever the cap.
+    the scratch memory kept between calls; what a captured graph uses is kept whatever the cap. ``batch_invariant``
+    gives a row of x the same bits whatever the other rows are and however many: slower for few rows, and a product
+    that no kernel of ours runs is an UnsupportedError.
 
     Safe to use from several threads and on several streams at once. Every method of a closed session raises
     RuntimeError. Opening raises the errors of ``open_artifact``, and RuntimeError when the device cannot be used.
@@ -78,12 +80,13 @@ class Session:
         device: str | None = None,
         cubins: str | os.PathLike[str] | None = None,
         scratch_limit: int = SCRATCH_LIMIT,
+        batch_invariant: bool = False,
     ) -> None:
         if not isinstance(path, (str, os.PathLike)) and not hasattr(path, "modules"):
             raise TypeError(f"path is {type(path).__name__}; need a path or an open artifact")
         artifact = open_artifact(path, layouts()) if isinstance(path, (str, os.PathLike)) else path
         self._catalog = Catalog(artifact)
-        self._live: Backend | None = _open(self._catalog, device, cubins, scratch_limit)
+        self._live: Backend | None = _open(self._catalog, device, cubins, scratch_limit, batch_invariant)
 
     def __enter__(self) -> Self:
         return self
@@ -284,20 +287,26 @@ def _activation(dtype: str) -> str:
     return short
 
 
-def _open(catalog: Catalog, device: str | None, cubins: str | os.PathLike[str] | None, scratch_limit: int) -> Backend:
+def _open(
+    catalog: Catalog,
+    device: str | None,
+    cubins: str | os.PathLike[str] | None,
+    scratch_limit: int,
+    batch_invariant: bool,
+) -> Backend:
     """The backend of a device by name. Raises TypeError, ValueError (name), RuntimeError (no such device)."""
     if device is not None and not isinstance(device, str):
         raise TypeError(f"device is {device!r}; need a name: cuda:<i> or cpu")
     if device == "cpu":
-        return Reference(catalog, "device is cpu")
+        return Reference(catalog, "device is cpu", batch_invariant)
     if device is not None and not (device == "cuda" or device.removeprefix("cuda:").isdecimal()):
         raise ValueError(f"device is {device!r}; need cuda:<i> or cpu")
     from .device import Cuda, devices
 
     count, why = devices()
     if device is None and not count:
-        return Reference(catalog, why)
+        return Reference(catalog, why, batch_invariant)
     index = int(device.removeprefix("cuda:")) if device not in (None, "cuda") else 0
     if index >= count:
         raise RuntimeError(f"no device cuda:{index}; {f'found {count}' if count else why}")
-    return Cuda(catalog, index, cubins, scratch_limit)
+    return Cuda(catalog, index, cubins, scratch_limit, batch_invariant)

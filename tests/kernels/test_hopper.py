@@ -47,12 +47,23 @@ MODULES = [
     (spec_of(4096, 4096, -1, scale="bf16"), "bf16"),
     (spec_of(4096, 4096, element="u8", zero="int", scale="bf16"), "bf16"),
 ]
+# Floats: scales on weights, on sums of 64 k (of blocks, of columns), on finished sums, and factors.
+FLOATS = [
+    (Wgmma(256, 16, 2), spec_of(4096, 4096, 32, element="e2m1", scale="e8m0"), "bf16"),
+    (Wgmma(256, 128, 1), spec_of(4096, 4096, 16, element="e2m1", scale="e4m3", **{"global": "f32"}), "bf16"),
+    (Wgmma(512, 32, 1), spec_of(4096, 4096, 16, element="e2m1", scale="e4m3", **{"global": "f32"}), "f16"),
+    (Wgmma(256, 64, 1), spec_of(4096, 4096, element="e4m3", scale="f32", scale_block=[128, 128]), "bf16"),
+    (Wgmma(256, 32, 2), spec_of(4096, 4096, element="e4m3", scale="f32", scale_block=[128, 128]), "f16"),
+    (Wgmma(128, 64, 2), spec_of(4096, 4096, element="e4m3", scale="bf16"), "bf16"),
+    (Wgmma(256, 128, 1), spec_of(4096, 4096, -1, element="e4m3", scale="f32"), "bf16"),
+    (Wgmma(256, 64, 1), spec_of(4096, 4096, -1, element="e4m3", scale="f32", scale_block=[4096, 4096]), "f16"),
+]
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("tile", "module"),
-    list(zip(TILES, MODULES, strict=True)),
+    [*zip(TILES, MODULES, strict=True), *((tile, (spec, x_dtype)) for tile, spec, x_dtype in FLOATS)],
     ids=lambda p: str(p) if isinstance(p, Wgmma) else f"{p[0]['element']} g{p[0]['group']} {p[0]['scale']} {p[1]}",
 )
 def test_tensor_cores_are_fed_from_registers_without_spills_or_serialisation(
@@ -87,7 +98,8 @@ def test_the_main_loop_keeps_addresses_in_uniform_registers() -> None:
 def test_a_plan_asks_for_the_shared_memory_the_kernel_lays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """``shared`` is sizeof(Shared), for every tile and kind of module: the compiler checks it."""
     source = files("warptile.kernels").joinpath("marlin_wgmma.cu").read_text("utf-8")
-    for tile, (spec, x_dtype) in product(TILES, MODULES):
+    every = [(tile, *module) for tile, module in product(TILES, MODULES)]
+    for tile, spec, x_dtype in every + FLOATS:
         stage = plan(spec, 64, H200, x_dtype, variant=tile).stages[-1]
         shared = f"Shared<Variant{{{', '.join(map(str, stage.variant))}}}>"
         source += f"static_assert(sizeof({shared}) == {stage.shared});\n"
@@ -107,7 +119,7 @@ def test_cut_tiles_are_shared_evenly_and_each_part_has_its_own_slot(m: int, n: i
     spec = spec_of(n, k)
     made = plan(spec, m, H200, "f16", variant=Wgmma(tile.features, tile.tokens, tile.ways, cut=True))
     stage = made.stages[-1]
-    blocks, split, steps = stage.grid[0], stage.args[-4], -(-k // 64)
+    blocks, split, steps = stage.grid[0], stage.args[-1], -(-k // 64)
     assert isinstance(split, int)
     tiles = -(-m // tile.tokens) * -(-spec["n_padded"] // tile.features)  # type: ignore[operator]
     assert split in (0, tiles % 132)
@@ -145,7 +157,11 @@ def test_a_compiler_that_breaks_wgmma_or_another_gpu_gets_the_other_kernels() ->
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"group": 48}, "multiples of 64, not 48"), ({"experts": 8}, "not stacked experts")],
+    [
+        ({"group": 48}, "multiples of 64, not 48"),
+        ({"element": "e2m1", "scale": "e8m0", "group": 32}, "e8m0 scales of every 32 would round in f16"),
+        ({"element": "e4m3", "scale": "f32", "group": 16}, "f32 scales of every 16 would round in f16"),
+    ],
 )
 def test_modules_that_do_not_fit_go_elsewhere_with_the_reason(change: dict[str, object], reason: str) -> None:
     made = plan({**spec_of(4096, 4096 * 3), **change}, 256, H200, "f16")
@@ -160,13 +176,35 @@ def test_x_that_cannot_be_copied_as_it_lies_is_gathered_first() -> None:
     assert "x_map" in straight.stages[-1].args
     assert {"gathered_map", "k_padded"} <= set(gathered.stages[-1].args)
     assert gathered.gathered == 2 * 256 * 4096
-    assert straight.stages[-1].box == (straight.stages[-1].variant[6], 64)
+    assert straight.stages[-1].box == (straight.stages[-1].variant[8], 64)
 
 
 def test_arguments_are_the_kernels_parameters() -> None:
     source = files("warptile.kernels").joinpath("marlin_wgmma.cu").read_text("utf-8")
     (found,) = re.findall(r"marlin_wgmma\(([^)]*)\)\s*{", source)
     names = [re.findall(r"\w+", p)[-1] for p in found.split(",")]
-    args = plan(spec_of(4096, 4096), 256, H200, "f16").stages[-1].args
-    assert [a for a in args if isinstance(a, str)] == [n for n in names if n not in ("bias_type", "split")]
-    assert [type(a) for a in args] == [int if n in ("bias_type", "split") else str for n in names]
+    numbers = ("bias_type", "columns", "part1", "part2", "part3", "split")
+    spec = spec_of(4096, 4096, 16, element="e2m1", scale="e4m3", **{"global": "f32"})
+    args = plan(spec, 256, H200, "f16").stages[-1].args
+    assert ["factors" if a == "global_scale" else a for a in args if isinstance(a, str)] == [
+        name for name in names if name not in numbers
+    ]
+    assert [type(a) for a in args] == [int if name in numbers else str for name in names]
+
+
+def test_large_tiles_are_refused_where_scales_take_a_second_set_of_sums() -> None:
+    blocks = spec_of(28672, 8192, element="e4m3", scale="f32", scale_block=[128, 128])
+    made = plan(blocks, 2048, H200, "bf16")
+    assert made.stages[-1].kernel == "marlin_wgmma"
+    assert (str(Wgmma(256, 128, 1)), "f32 scales multiply fp32 sums, for which registers reach up to 64 tokens") in (
+        made.rejected
+    )
+    exact = spec_of(28672, 8192, 32, element="e2m1", scale="e8m0")
+    assert plan(exact, 2048, H200, "bf16").stages[-1].box == (128, 64)
+
+
+def test_stages_that_overlap_say_so_only_where_the_device_can() -> None:
+    for m in (1, 64):
+        for arch, overlap in ((80, False), (89, False), (90, True), (120, True)):
+            stages = plan(spec_of(4096, 4096, perm=True), m, Device(arch, 132, 232448, (13, 5)), "f16").stages
+            assert [s.overlap for s in stages] == [overlap] * 2

@@ -120,13 +120,6 @@ def test_each_kind_of_scale_is_found_where_the_layout_puts_it(
         assert stage.args[at : at + 4] == numbers
 
 
-def test_wgmma_names_the_elements_it_does_not_decode() -> None:
-    device = Device(arch=90, sms=132, shared=232448, nvrtc=(13, 5))
-    made = plan(spec_of(4096, 4096, 32, element="e2m1", scale="e8m0"), 64, device, "f16")
-    assert ("wgmma", "decodes integers, not e2m1") in made.rejected
-    assert made.stages[-1].kernel == "marlin_tiled"
-
-
 def test_every_plan_finds_its_kernels_among_those_built_ahead() -> None:
     ahead = set(variants(80))
     for spec, m, x_dtype in product(SPECS, (1, 9, 64, 1024), ("f16", "bf16", "f32")):
@@ -203,3 +196,20 @@ def test_decode_gives_every_block_a_tile_and_keeps_sizes_in_32_bits(spec: dict[s
     assert 1 <= d.columns <= spec["n_padded"] // 64
     assert d.warps in (4, 8, 16)
     assert spec["k_padded"] // 16 * d.warps * d.splits < 2**32
+
+
+def test_a_batch_invariant_plan_adds_in_one_order_whatever_m_is() -> None:
+    for spec, x_dtype, device in product(SPECS, ("f16", "bf16"), (A100, Device(90, 132, 232448, (13, 5)))):
+        for m in (1, 8, 9, 64, 257, 4096):
+            try:
+                made = plan(spec, m, device, x_dtype, batch_invariant=True)
+            except UnsupportedError:
+                continue
+            stage = made.stages[-1]
+            assert made.counters == 0
+            if stage.kernel == "marlin_wgmma":
+                assert stage.variant[9] == 1
+            else:
+                assert stage.kernel == "marlin_tiled"
+                assert stage.variant[-2] * stage.variant[-1] == 8
+            assert ("decode", "its sums depend on m") in made.rejected

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from linears import ACTIVATION, Case, InMemory, random_quant, random_x
 from warptile.formats.canonical import dequantize
+from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.runtime import Session
 
@@ -271,6 +272,31 @@ def test_floats_run_on_kernels_of_ours(cp, matrix):
     for name, case in CASES.items():
         for m in (1, 16):
             assert "marlin_" in str(matrix.explain(name, m)), case
+
+
+INVARIANT = (
+    LARGE,
+    Case("u4", zero=True, group=64, order=True, bias="f16", n=200, k=520),
+    Case("u8b128", group=48, n=320, k=192),
+    *LARGE_FLOATS,
+)
+
+
+@pytest.mark.parametrize("dtype", ACTIVATION)
+@pytest.mark.parametrize("case", INVARIANT, ids=str)
+def test_a_batch_invariant_row_has_the_same_bits_whatever_the_others_are(cp, case, dtype):
+    q, x = random_quant(case), random_x((400, case.k), dtype)
+    with Session(InMemory({"p": q}, {}), batch_invariant=True) as s:
+        whole = bits(s.linear("p", on_device(cp, x)))
+        for start, m in ((0, 1), (399, 1), (5, 2), (3, 8), (30, 9), (1, 17), (100, 33), (7, 64), (60, 130), (9, 257)):
+            y = bits(s.linear("p", on_device(cp, x[start : start + m])))
+            np.testing.assert_array_equal(y, whole[start : start + m], f"m = {m}")
+
+
+def test_a_batch_invariant_session_refuses_what_cublas_would_multiply(cp):
+    refused = pytest.raises(UnsupportedError, match=r"lm_head.*cuBLAS would choose its order")
+    with Session(InMemory({}, PLAIN), batch_invariant=True) as s, refused:
+        s.linear("lm_head", on_device(cp, random_x((2, 136), "bfloat16")))
 
 
 @pytest.mark.parametrize("dtype", ACTIVATION)

@@ -110,6 +110,9 @@ u32 prmt(u32 a, u32 b) {
   for (int i = 0; i < 4; i++) d |= u32((u64(b) << 32 | a) >> 8 * (SELECT >> 4 * i & 7) & 0xFF) << 8 * i;
   return d;
 }
+inline u32 twice(u32 pair, int half) { return (pair >> 16 * half & 0xFFFFu) * 0x10001u; }
+inline u32 multiply(u32 a, u32 b) { return a * b; }
+inline u32 max2(u32 a, u32 b) { return std::max(a & 0xFFFFu, b & 0xFFFFu) | std::max(a & 0xFFFF0000u, b & 0xFFFF0000u); }
 inline u32 both_low(u32 pair) { return prmt<0x1010>(pair, pair); }
 inline u32 both_high(u32 pair) { return prmt<0x3232>(pair, pair); }
 
@@ -179,6 +182,9 @@ inline void copy16(u32 to, const void* from, int bytes) {
   std::memset(shared + to, 0, 16);
   std::memcpy(shared + to, from, bytes);
 }
+inline void let_next_start() {}
+template <typename T>
+void wait_for_previous(T*&) {}
 inline void copy_commit() {}
 template <int PENDING>
 void copy_wait() {}
