@@ -13,7 +13,7 @@ import pytest
 from cases import Case, gptq_case
 from stored import ROOT, checkpoint, zoo
 from typer.testing import CliRunner
-from warptile.convert import convert, inspect, report, unpack, verify
+from warptile.convert import convert, inspect, manifest, report, unpack, verify
 from warptile.convert.cli import app
 from warptile.formats.artifact import open_artifact
 from warptile.formats.canonical import dequantize
@@ -303,6 +303,29 @@ def test_bytes_depend_on_nothing_but_source_and_flags(moe, size, tmp_path):
         verify(tmp_path / name, src)
     for file in (tmp_path / "b").iterdir():
         assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("flags", [BOTH, {"stack_experts": True}], ids=["the same flags", "other flags"])
+def test_a_run_that_was_interrupted_goes_on_only_with_the_same_flags(moe, flags, tmp_path, monkeypatch):
+    src, _ = moe
+    cut = {"to": "marlin", "max_shard_size": "10KB"}
+    want = convert(src, tmp_path / "want", **cut, **flags).dst
+    publish, done = manifest.publish, []
+
+    def stop(*given):
+        publish(*given)
+        done.append(given[1].name)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "publish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(src, tmp_path / "out", **cut, **BOTH)
+    (first,) = (tmp_path / "out.partial").glob(f"out/{done[0]}")
+    kept = first.stat().st_mtime_ns
+    dst = convert(src, tmp_path / "out", **cut, **flags).dst
+    assert ((dst / done[0]).exists() and (dst / done[0]).stat().st_mtime_ns == kept) == (flags == BOTH)
+    assert {f.name: f.read_bytes() for f in dst.iterdir()} == {f.name: f.read_bytes() for f in want.iterdir()}
 
 
 def test_plan_inspect_and_report_show_what_is_held(moe, tmp_path):
