@@ -131,8 +131,8 @@ def apart(checkpoint: Checkpoint, module: str) -> Weights:
 
 
 def _linears(module: str) -> tuple[str, ...]:
-    stack = module.rpartition(".")[2]
-    return next(linears for linears, name in ROWS.items() if name == stack)
+    """KeyError for what is called like no stack."""
+    return {name: linears for linears, name in ROWS.items()}[module.rpartition(".")[2]]
 
 
 def _names(module: str, experts: int) -> list[str]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fuzz.targets import TARGETS, check_module
-from tiny import TINY, Tiny, f32
-from warptile.convert import plan
-from warptile.formats import gptq_zeros, patterns, sources
+from fuzz.targets import TARGETS, _artifacts, check_module
+from tiny import NOWHERE, TINY, Tiny, f32, in_memory
+from warptile.convert import origin, plan
+from warptile.formats import artifact, gptq_zeros, patterns, sources
 from warptile.formats.container import open_checkpoint
 from warptile.formats.errors import CorruptError, UnsupportedError
+from warptile.kernels import layouts
 
 
 def beside(base: str, **tensors: tuple[str, tuple[int, ...], bytes]) -> Tiny:
@@ -79,6 +83,33 @@ def test_an_initializer_of_no_bytes_and_endless_extents(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(CorruptError, match="overflows"):
         open_checkpoint(tmp_path / "m.onnx")
+
+
+def source_entries() -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """(tensors, metadata, an entry of it that tells of a source) of every artifact the fuzzer begins from."""
+    for tensors, said in _artifacts():
+        for spec in said["modules"].values():
+            for entry in (spec, *spec.get("parts", ())):
+                if "source" in entry:
+                    yield tensors, said, entry
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "x", -1, True, 2**70, [None], {"": 1}, "removed"], ids=repr)
+def test_an_artifacts_account_of_its_source_may_be_anything(value: Any) -> None:
+    """Every key of every source, replaced or removed: given back as it says, or refused."""
+    for tensors, said, entry in source_entries():
+        true = entry["source"]
+        for key in true:
+            kept = {k: v for k, v in true.items() if k != key}
+            entry["source"] = kept if value == "removed" else {**kept, key: value}
+            metadata = {"warptile": json.dumps(said)}
+            opened = replace(in_memory(tensors, {}, {}), metadata=metadata, file_metadata={NOWHERE: metadata})
+            with suppress(CorruptError, UnsupportedError):
+                found = artifact.check_artifact(opened, layouts())
+                for part in found.parts:
+                    with suppress(CorruptError, UnsupportedError):
+                        origin.restored(found, part, {})
+        entry["source"] = true
 
 
 @pytest.mark.parametrize("name", TARGETS)

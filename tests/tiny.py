@@ -155,6 +155,13 @@ def _others() -> Iterable[tuple[str, Tiny]]:
     stacked = {"e.gate_up_proj": junk(13, "F8_E4M3", 2, 8, 32, below=127)}
     stacked["e.gate_up_proj_scale_inv"] = f32(0.5, 0.25, shape=(2, 1, 1))
     yield "fp8 experts", Tiny("fp8", stacked, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    apart = {
+        f"m.experts.{e}.{w}_proj.weight": junk(40 + e, "F8_E4M3", 8, 32, below=127)
+        for e in range(2)
+        for w in ("gate", "up")
+    }
+    apart["m.experts.gate_up_proj_scale_inv"] = f32(0.5, 0.25, shape=(2, 1, 1))
+    yield "fp8 experts apart", Tiny("fp8", apart, {"quant_method": "fp8", "weight_block_size": [128, 128]})
     nan = {"a.weight": junk(14, "F8_E4M3", 8, 32), "a.weight_scale": f32(0.5)}
     yield "fp8 nan", Tiny("fp8", nan, {}, options=Options(nan="zero"))
 

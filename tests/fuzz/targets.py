@@ -31,6 +31,7 @@ from warptile.kernels import layouts
 from warptile.kernels.launch import Device
 from warptile.runtime.catalog import Catalog
 
+from .conversion import families, held, quietly
 from .edits import Choices, edited, retell
 
 DATA = Path(__file__).parent.parent / "data"
@@ -247,6 +248,17 @@ def onnx_model(data: bytes) -> None:
             continue
 
 
+def conversion(data: bytes) -> None:
+    """Edits of a few linears that belong together."""
+    choices = Choices(data)
+    checkpoint = held(edited(choices.one(families()), choices))
+    turn = data[-1] if data else 0
+    start = time.process_time()
+    with loops_compiled(turn % 2 == 0):
+        quietly(checkpoint, turn >> 1)
+    assert time.process_time() - start < SLOW
+
+
 @cache
 def _scratch() -> Path:
     memory = Path("/dev/shm")
@@ -332,6 +344,7 @@ TARGETS = {
     "config_json": Target(config_json, _configs, 2048),
     "rules": Target(rules, _rules, 128),
     "artifact": Target(spec, lambda: _edits(len(_artifacts()))),
+    "conversion": Target(conversion, lambda: _edits(len(families()))),
     "onnx_model": Target(onnx_model, _models, 2048),
     **{f"read_{name}": Target(partial(source, name), partial(_edits, len(_bases(name)))) for name in sources()},
 }
