@@ -28,7 +28,7 @@ class Hostile:
     build: Build
     code: int
     words: tuple[str, ...] = ()
-    command: tuple[str, ...] = ("auto", "--to", "marlin")
+    command: tuple[str, ...] = ("auto", "--to", "marlin", "--fuse", "--stack-experts", "--widen")
     writes: bool = True
 
 

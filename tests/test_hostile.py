@@ -1,7 +1,8 @@
-"""Every file of the corpus is refused: its exit code, one line without control characters, nothing left, in time."""
+"""Every file of the corpus is refused: exit code, one plain line, the same as JSON, nothing left, in time."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -31,11 +32,13 @@ def test_it_is_refused(row: Hostile, tmp_path: Path, capsys: pytest.CaptureFixtu
     before = sorted(tmp_path.rglob("*"))
     forget()
     most, start = peak(), time.process_time()
-    code = main([*row.command, str(src), *([str(tmp_path / "out")] if row.writes else [])])
+    code = main([*row.command, "--json", str(src), *([str(tmp_path / "out")] if row.writes else [])])
     took, grown = time.process_time() - start, peak() - most
     out, err = capsys.readouterr()
-    assert (code, out) == (row.code, ""), err
-    assert err.startswith("error: ")
+    assert code == row.code, err
+    assert out.isascii()
+    said = json.loads(out)["error"]
+    assert (said["exit_code"], f"error: {said['line']}\n") == (code, err)
     assert (err.count("\n"), err[-1]) == (1, "\n")
     assert err[:-1].isprintable(), err
     assert all(word in err for word in row.words), err
