@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from decoders import DECODERS
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf_files import Stored, model, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from modules import MODULES
@@ -104,3 +106,60 @@ def alone(linear: Tiny, module: str) -> Tiny:
     """Under the name that decoders know."""
     ((name, _),) = sources()[linear.source].modules(linear.checkpoint()).items()
     return replace(linear, tensors={module + n.removeprefix(name): t for n, t in linear.tensors.items()})
+
+
+@QUICK
+@given(
+    tiny=MODULES["gguf"], layout=st.sampled_from(list(layouts())), fuse=st.booleans(), limit=st.sampled_from([1, 10**9])
+)
+def test_a_gguf_file_comes_back_to_the_byte(tiny: Tiny, layout: str, fuse: bool, limit: int) -> None:
+    (weight,) = tiny.quantization["types"]
+    kind = GGMLQuantizationType[tiny.quantization["types"][weight]]
+    _, (*lead, n, row), data = tiny.tensors[weight]
+    size, nbytes = GGML_QUANT_SIZES[kind]
+    ne = (row // nbytes * size, n, *reversed(lead))
+    names = ("blk.0.ffn_gate.weight", "blk.0.ffn_up.weight", "blk.1.ffn_up.weight")
+    tensors = [Stored(name, "F32", ne, data, id=int(kind)) for name in names]
+    tensors.append(Stored("output_norm.weight", "F32", (5,), bytes(20)))
+    with folder() as at:
+        src = write(at / "m.gguf", tensors, model("qwen3", head_count=4))
+        planned = plan.make(open_checkpoint(src), None, layout, fuse=fuse)
+        if not planned.converted:
+            return
+        convert(src, at / "dst", to=layout, fuse=fuse, max_shard_size=limit, workers=1)
+        verify(at / "dst", src, workers=1)
+        artifact = open_artifact(at / "dst", layouts())
+        wanted = DECODERS["gguf"](tiny)
+        for name in artifact.parts:
+            np.testing.assert_array_equal(dequantize(artifact.quant(name)).astype(np.float64), wanted)
+        unpack(at / "dst", at / "back.gguf")
+        assert (at / "back.gguf").read_bytes() == src.read_bytes()
+
+
+@QUICK
+@given(tiny=MODULES["matmulnbits"], layout=st.sampled_from(list(layouts())), widen=st.booleans())
+def test_initializers_of_an_onnx_model_come_back(tiny: Tiny, layout: str, widen: bool) -> None:
+    onnx = pytest.importorskip("onnx")
+    (node,) = tiny.quantization["nodes"]
+    proto = onnx.helper.make_node(node["op"], node["inputs"], ["y"], domain=node["domain"], **node["attributes"])
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [None])
+    kinds = {"U8": 2, "I32": 6, "F16": 10, "BF16": 16, "F32": 1}
+    initializers = [
+        onnx.helper.make_tensor(name, kinds[dtype], shape, data, raw=True)
+        for name, (dtype, shape, data) in tiny.tensors.items()
+    ]
+    graph = onnx.helper.make_graph([proto], "g", [value], [value], initializers)
+    sets = [onnx.helper.make_opsetid(domain, version) for domain, version in tiny.quantization["opsets"].items()]
+    with folder() as at:
+        onnx.save(onnx.helper.make_model(graph, opset_imports=sets, ir_version=10), at / "m.onnx")
+        checkpoint = open_checkpoint(at / "m.onnx")
+        if not plan.make(checkpoint, None, layout, widen=widen).converted:
+            return
+        convert(at / "m.onnx", at / "dst.safetensors", to=layout, widen=widen, workers=1)
+        verify(at / "dst.safetensors", at / "m.onnx", workers=1)
+        artifact = open_artifact(at / "dst.safetensors", layouts())
+        (name,) = artifact.parts
+        np.testing.assert_array_equal(dequantize(artifact.quant(name), np.float64), DECODERS["matmulnbits"](tiny))
+        unpack(at / "dst.safetensors", at / "back.safetensors")
+        back = open_checkpoint(at / "back.safetensors").tensors
+        assert {n: (t.dtype, t.shape, t.raw().tobytes()) for n, t in back.items()} == tiny.tensors

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from linears import ACTIVATION, Case, InMemory, random_quant, random_x
+from numpy.lib.stride_tricks import as_strided
 from strip_linears import assert_is_in_8_bits, random_rows, random_strips
 from warptile.formats.canonical import QuantTensor, dequantize
 from warptile.kernels import mmq
@@ -86,16 +87,16 @@ class Here:
     def times(self, x: np.ndarray, beside: int = 0, **more: Any) -> np.ndarray:
         """y, in memory of exactly its size; with ``beside`` x begins off its alignment, in longer rows."""
         m, k = x.shape
-        rows = np.zeros(m * (k + beside) + beside, np.uint16)
-        view = rows[beside:].reshape(m, k + beside)[:, :k]
-        view[...] = x.view(np.uint16)
+        rows, where = np.zeros(m * (k + beside), x.dtype), ((m, k), (x.itemsize * (k + beside), x.itemsize))
+        as_strided(rows[beside:], *where)[...] = x
         if self._device == "cpu":
             y = np.empty((m, self._q.n), x.dtype)
-            self._session.linear("p", view.view(x.dtype) if not beside else x, out=y, **more)
+            self._session.linear("p", as_strided(rows[beside:], *where), out=y, **more)
             return y
         import cupy
 
-        there = cupy.asarray(rows).view(x.dtype)[beside:].reshape(m, k + beside)[:, :k]
+        flat = cupy.asarray(rows.view(np.uint16)).view(x.dtype)
+        there = cupy.lib.stride_tricks.as_strided(flat[beside:], *where)
         out = cupy.empty((m, self._q.n), cupy.uint16).view(x.dtype)
         self._session.linear("p", there, out=out, **more)
         return out.view("uint16").get().view(x.dtype)
