@@ -23,7 +23,7 @@ from warptile.formats import sources
 from warptile.formats.artifact import open_artifact
 from warptile.formats.canonical import dequantize
 from warptile.formats.container import open_checkpoint
-from warptile.formats.errors import UnsupportedError
+from warptile.formats.errors import CorruptError, UnsupportedError, VerifyError
 from warptile.kernels import layouts
 
 QUICK = settings(
@@ -163,3 +163,25 @@ def test_initializers_of_an_onnx_model_come_back(tiny: Tiny, layout: str, widen:
         unpack(at / "dst.safetensors", at / "back.safetensors")
         back = open_checkpoint(at / "back.safetensors").tensors
         assert {n: (t.dtype, t.shape, t.raw().tobytes()) for n, t in back.items()} == tiny.tensors
+
+
+@pytest.mark.parametrize("source", SAFETENSORS)
+@QUICK
+@given(data=st.data())
+def test_no_byte_of_an_artifact_changes_unnoticed(source: str, data: st.DataObject) -> None:
+    """Codes, scales, padding, what passed through: verify against the source finds each."""
+    tiny = data.draw(MODULES[source])
+    layout = data.draw(st.sampled_from(list(layouts())))
+    given = {key: value for key, value in vars(tiny.options).items() if value}
+    with folder() as at:
+        src = replace(tiny, tensors=tiny.tensors | {"norm.weight": ("F32", (3,), b"\0\1\2\3" * 3)}).save(at / "src")
+        if not plan.make(open_checkpoint(src, tiny.options), None, layout, widen=True).converted:
+            return
+        convert(src, at / "a.safetensors", to=layout, widen=True, workers=1, **given)
+        raw = (at / "a.safetensors").read_bytes()
+        start = 8 + int.from_bytes(raw[:8], "little")
+        for place in data.draw(st.lists(st.integers(start, len(raw) - 1), min_size=1, max_size=8)):
+            changed = bytes([raw[place] ^ data.draw(st.integers(1, 255))])
+            (at / "a.safetensors").write_bytes(raw[:place] + changed + raw[place + 1 :])
+            with pytest.raises((VerifyError, CorruptError)):
+                verify(at / "a.safetensors", src, workers=1)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hostile import CORPUS, Hostile
 from warptile.convert.cli import main
+from warptile.formats.errors import CorruptError, UnsupportedError
+from warptile.runtime import Session
 
 SECONDS, BYTES = 2.0, 200 << 20
 DISK = 64 << 10
@@ -50,3 +52,10 @@ def test_it_is_refused(row: Hostile, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_corpus_is_large_and_its_names_are_its_own() -> None:
     assert len({row.name for row in CORPUS}) == len(CORPUS) >= 120
+
+
+@pytest.mark.parametrize("row", [row for row in CORPUS if row.name.startswith("artifact: ")], ids=lambda row: row.name)
+def test_the_runtime_refuses_an_artifact_that_lies(row: Hostile, tmp_path: Path) -> None:
+    with pytest.raises((CorruptError, UnsupportedError)) as error:
+        Session(row.build(tmp_path), device="cpu")
+    assert error.value.exit_code == row.code

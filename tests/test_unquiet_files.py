@@ -292,3 +292,24 @@ def test_inspect_of_a_pipe_beside_a_model(tmp_path: Path) -> None:
     with at_once():
         contents = inspect(src)
     assert any("tokenizer.json" in text for _, text in contents.notes)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("suffix", [".safetensors", ".gguf", ".onnx", "", ".txt"])
+def test_every_command_answers_for_what_is_no_file(tmp_path: Path, capsys, place: str, suffix: str) -> None:
+    path, good = tmp_path / f"m{suffix}", tmp_path / "good.safetensors"
+    convert(gptq_case().save_lone(tmp_path), good, to="marlin")
+    PLACES[place](path)
+    for command in (
+        ["inspect", path],
+        ["verify", path],
+        ["verify", good, "--against", path],
+        ["unpack", path, tmp_path / "back"],
+        ["auto", path, tmp_path / "out", "--to", "marlin"],
+        ["gptq-to-marlin", path, tmp_path / "out", "--dry-run"],
+    ):
+        with at_once():
+            code = main([str(word) for word in command])
+        out, err = capsys.readouterr()
+        assert (code in (1, 3, 4), out, err.count("\n")) == (True, "", 1), (command, code, err)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["good.safetensors", path.name, "weights.safetensors"])
