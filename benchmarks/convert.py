@@ -3,7 +3,8 @@
     python benchmarks/convert.py --directory DIR [--size 4] [--only gptq-to-marlin ..] [--repeat 3]
 
 Prints seconds, GB/s of source bytes, the ratio to the copy and the peak of anonymous memory; appends a JSON line for
-each to benchmarks/results/convert.jsonl. ``pack`` is the same work without writing, read from the system's cache.
+each to benchmarks/results/convert.jsonl, or to --results. ``pack`` is the same work without writing, read from the
+system's cache.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +37,29 @@ WEIGHTS = 250_000_000 // (N * 1024) * 1024 * N
 """Weights of one byte in the largest tensor, about 250 MB."""
 GROUP = 128
 
+# What a conversion does, but for writing: "seconds processor-seconds peak".
 PACK = """
-import os, sys, time
+import resource, sys, time
 from concurrent.futures import ThreadPoolExecutor
-from warptile.convert.jobs import ahead, open_stream, threads, window
+from pathlib import Path
+from warptile.convert.jobs import Job, buffers, threads
 from warptile.convert.plan import make
 from warptile.formats.container import open_checkpoint
-from warptile.formats.stream import Pieces, whole
-from warptile.kernels import layouts
 plan = make(open_checkpoint(sys.argv[1]), None, sys.argv[2])
-layout = layouts()[plan.layout]
-def pack(modules):
+owner = {m.tensors[0].name: m for m in plan.converted}
+pieces = [(owner.get(piece[0].name), piece) for piece in plan.pieces]
+def pack(pieces):
+    job = Job("", Path(), "", plan.checkpoint, plan.layout, tuple(pieces), {}, 0)
     with ThreadPoolExecutor(threads(0)) as pool:
-        for m in modules:
-            stream = open_stream(plan.checkpoint, m.source, m.name)
-            tensors, _ = layout.stream(stream) if hasattr(layout, "stream") else layout.pack(whole(stream))
-            for part in tensors.values():
-                for _ in ahead(((False, make) for make in getattr(part, "makers", ())), pool, window(threads(0))):
-                    pass
-pack(plan.converted[:1])
-start = time.perf_counter()
-pack(plan.converted)
-print(time.perf_counter() - start)
+        for _ in buffers(job, pool):
+            pass
+def processor():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+pack(pieces[:1])
+start, before = time.perf_counter(), processor()
+pack(pieces)
+print(time.perf_counter() - start, processor() - before)
 """
 
 
@@ -164,9 +167,21 @@ def copy(src: Path, dst: Path) -> float:
     return seconds
 
 
-def measured(args: list[str]) -> tuple[float, int, str]:
-    """Seconds, peak of anonymous memory in bytes, and the output of a program."""
+@dataclass(frozen=True)
+class Run:
+    """A program that ended well."""
+
+    wall: float
+    processor: float
+    """Seconds of all its threads, the system's for them too."""
+    peak: int
+    """Bytes of anonymous memory, looked at every 10 ms."""
+    output: str
+
+
+def measured(args: list[str]) -> Run:
     start, peak = time.perf_counter(), 0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = subprocess.Popen(args, stdout=subprocess.PIPE, text=True)
     while run.poll() is None:
         try:
@@ -176,9 +191,11 @@ def measured(args: list[str]) -> tuple[float, int, str]:
         peak = max([peak, *(int(line.split()[1]) * 1024 for line in status.splitlines() if "RssAnon" in line)])
         time.sleep(0.01)
     output, _ = run.communicate()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if run.returncode:
         raise SystemExit(f"{args}: {run.returncode}")
-    return time.perf_counter() - start, peak, output
+    used = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return Run(time.perf_counter() - start, used, peak, output)
 
 
 def machine() -> dict[str, Any]:
@@ -199,31 +216,32 @@ def bench(name: str, directory: Path, size: float, repeat: int) -> Iterator[dict
     src = make(kind, directory, size)
     weights = src if src.is_file() else src / "model.safetensors"
     nbytes_in, dst = weights.stat().st_size, directory / "out"
+    convert = [sys.executable, "-m", "warptile.convert"]
     try:
         for _ in range(repeat):
             load = os.getloadavg()[0]
             os.sync()
             cp = copy(weights, directory / "copy")
-            command = [sys.executable, "-m", "warptile.convert", f"{source}-to-{layout}", str(src), str(dst), "--quiet"]
             os.sync()
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            wall, peak, _ = measured(command)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            check, check_peak, _ = measured([*command[:3], "verify", str(dst), "--against", str(src), "--quiet"])
+            run = measured([*convert, f"{source}-to-{layout}", str(src), str(dst), "--quiet"])
+            check = measured([*convert, "verify", str(dst), "--against", str(src), "--quiet"])
             shutil.rmtree(dst)
-            pack = float(measured([sys.executable, "-c", PACK, str(src), layout])[2])
+            pack = measured([sys.executable, "-c", PACK, str(src), layout])
+            pack_wall, pack_processor = map(float, pack.output.split())
             yield {
                 "case": name,
                 "gb": round(nbytes_in / 1e9, 3),
                 "cp_s": round(cp, 2),
-                "convert_s": round(wall, 2),
-                "cpu_s": round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 2),
-                "ratio": round(wall / cp, 2),
-                "convert_gbps": round(nbytes_in / wall / 1e9, 2),
-                "pack_gbps": round(nbytes_in / pack / 1e9, 2),
-                "verify_gbps": round(nbytes_in / check / 1e9, 2),
-                "peak_mb": round(peak / 1e6),
-                "verify_peak_mb": round(check_peak / 1e6),
+                "convert_s": round(run.wall, 2),
+                "cpu_s": round(run.processor, 2),
+                "ratio": round(run.wall / cp, 2),
+                "convert_gbps": round(nbytes_in / run.wall / 1e9, 2),
+                "pack_gbps": round(nbytes_in / pack_wall / 1e9, 2),
+                "pack_cpu_s": round(pack_processor, 2),
+                "verify_gbps": round(nbytes_in / check.wall / 1e9, 2),
+                "verify_cpu_s": round(check.processor, 2),
+                "peak_mb": round(run.peak / 1e6),
+                "verify_peak_mb": round(check.peak / 1e6),
                 "load": round(load, 2),
             }
     finally:
@@ -236,14 +254,15 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=4, help="GB of each checkpoint.")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.directory.mkdir()
-    RESULTS.parent.mkdir(exist_ok=True)
+    args.results.parent.mkdir(exist_ok=True)
     try:
         for name in args.only:
             for row in bench(name, args.directory, args.size, args.repeat):
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-                with RESULTS.open("a") as out:
+                with args.results.open("a") as out:
                     out.write(json.dumps({**row, "machine": machine(), "date": time.strftime("%Y-%m-%d")}) + "\n")
     finally:
         shutil.rmtree(args.directory)

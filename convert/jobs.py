@@ -93,9 +93,8 @@ def run(job: Job, advance: Callable[[int], None] = lambda _: None) -> Finished:
     Raises:
         WarptileError: as readers and the writer do, or the run has been replaced by another.
     """
-    _keep_freed_memory()
     with ThreadPoolExecutor(threads(job.workers)) as pool:
-        flow = ahead(_makers(job, pool), pool, window(threads(job.workers)))
+        flow = buffers(job, pool)
 
         def data() -> Iterator[Array]:
             for last, buffer in flow:
@@ -114,6 +113,12 @@ def run(job: Job, advance: Callable[[int], None] = lambda _: None) -> Finished:
     finished = Finished(job.file, temporary.stat().st_size, digest, tuple(job.checkpoint.notes))
     manifest.publish(temporary, job.path, job.key, finished)
     return finished
+
+
+def buffers(job: Job, pool: Executor) -> Iterator[tuple[bool, Array]]:
+    """(whether it is the last of its tensor, some of its bytes) for all that the shard holds, in file order."""
+    _keep_freed_memory()
+    return ahead(_makers(job, pool), pool, window(threads(job.workers)))
 
 
 def ahead(makers: Iterator[tuple[bool, Make]], pool: Executor, most: int) -> Iterator[tuple[bool, Array]]:
