@@ -148,18 +148,15 @@ def pack_rows(values: Array, starts: Array, bits: int, out: Array) -> None:
 
 @compiled
 def move_nibbles(stored: Array, froms: Array, tos: Array, out: Array) -> None:
-    """Eight nibbles of each uint32 or uint64 of [c], from bits froms[b] on to bits tos[b] on of as many in ``out``."""
-    step = 1024
-    for first in range(0, out.size, step):
-        run, moved = stored[first : first + step], out[first : first + step]
-        for b in range(8):
-            low, high = np.uint64(froms[b]), np.uint64(tos[b])
-            if b == 0:
-                for x in range(run.size):
-                    moved[x] = ((run[x] >> low) & np.uint64(15)) << high
-            else:
-                for x in range(run.size):
-                    moved[x] |= ((run[x] >> low) & np.uint64(15)) << high
+    """Eight nibbles of each uint32 or uint64 of [c], from bits froms[b] on to bits tos[b] on of as many in ``out``;
+    both tables uint64."""
+    f0, f1, f2, f3, f4, f5, f6, f7 = froms[0], froms[1], froms[2], froms[3], froms[4], froms[5], froms[6], froms[7]
+    t0, t1, t2, t3, t4, t5, t6, t7 = tos[0], tos[1], tos[2], tos[3], tos[4], tos[5], tos[6], tos[7]
+    low = np.uint64(15)
+    for x in range(out.size):
+        w = np.uint64(stored[x])
+        four = (w >> f0 & low) << t0 | (w >> f1 & low) << t1 | (w >> f2 & low) << t2 | (w >> f3 & low) << t3
+        out[x] = four | (w >> f4 & low) << t4 | (w >> f5 & low) << t5 | (w >> f6 & low) << t6 | (w >> f7 & low) << t7
 
 
 @compiled
@@ -192,12 +189,12 @@ def transpose(matrix: Array, out: Array) -> None:
 
 
 @compiled
-def count_masked(codes: Array, mask: Any) -> int:
-    """How many bytes of uint8 [c] have all bits of ``mask``."""
-    total = 0
-    for x in range(codes.size):
-        total += (codes[x] & mask) == mask
-    return total
+def has_masked(words: Array, mask: Any) -> bool:
+    """Whether a byte of uint64 [c] has all bits of the byte that ``mask`` repeats; its top bit is not set."""
+    found, top = np.uint64(0), np.uint64(0x8080808080808080)
+    for x in range(words.size):
+        found |= top - ((words[x] & mask) ^ mask)
+    return bool((found & top) != np.uint64(0))
 
 
 @compiled

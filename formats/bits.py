@@ -22,7 +22,9 @@ Array = NDArray[Any]
 
 LARGE = 1 << 18
 """Codes below which NumPy is done before a compiled loop is loaded."""
-NIBBLES, LOW_NIBBLES = np.arange(0, 32, 4), np.arange(0, 64, 8)
+PACKED, UNPACKED = 256, 64
+"""Columns of tiles that go through the compiled loops as one: they take their time between rows, not in them."""
+NIBBLES, LOW_NIBBLES = np.arange(0, 32, 4, dtype=np.uint64), np.arange(0, 64, 8, dtype=np.uint64)
 """Bits at which nibbles begin: eight in a word; the low ones of eight bytes."""
 
 
@@ -55,12 +57,12 @@ def contiguous(matrix: Array) -> Array:
     return out
 
 
-def count_masked(codes: Array, mask: int) -> int:
-    """How many codes, uint8 of any shape, have all bits of ``mask``."""
+def has_masked(codes: Array, mask: int) -> bool:
+    """Whether any code, uint8 of any shape, has all bits of ``mask``, of which the top one is none."""
     fast = loops(codes.size)
-    if fast is None or not codes.flags.c_contiguous:
-        return int(((codes & np.uint8(mask)) == mask).sum())
-    return int(fast.count_masked(plain(codes).reshape(-1), np.uint8(mask)))
+    if fast is None or not codes.flags.c_contiguous or codes.size % 8:
+        return bool(((codes & np.uint8(mask)) == mask).any())
+    return bool(fast.has_masked(plain(codes).reshape(-1).view(np.uint64), np.uint64(0x0101010101010101 * mask)))
 
 
 def pack_stream(values: Array, bits: int) -> Array:
@@ -112,7 +114,7 @@ def split_words(words: Array, shifts: Array) -> Array:
     fast = loops(out.size)
     if fast is not None:
         stored = plain(words).view(np.uint32).reshape(-1)
-        fast.move_nibbles(stored, np.asarray(shifts), LOW_NIBBLES, out.reshape(-1).view(np.uint64))
+        fast.move_nibbles(stored, np.asarray(shifts, np.uint64), LOW_NIBBLES, out.reshape(-1).view(np.uint64))
         return out
     fields = out.reshape(*words.shape, 8)
     for i, shift in enumerate(shifts):
@@ -193,6 +195,20 @@ class Tile:
         order = np.argsort((word * (32 // self.bits) + field).reshape(-1))
         return order
 
+    def side_by_side(self, count: int) -> Tile:
+        """As many of these tiles along n, as one."""
+        words = self.k * self.n * self.bits // 32
+
+        def place(k: Array, n: Array) -> tuple[Array, Array]:
+            word, field = self.place(k, n % self.n)
+            return words * (n // self.n) + word, field
+
+        return Tile(self.k, self.n * count, self.bits, place)
+
+    def together(self, columns: int, most: int) -> Tables:
+        """The tables of as many tiles side by side, up to ``most`` columns of them, as divide ``columns``."""
+        return _tables(self, gcd(columns // self.n, max(1, most // self.n)))
+
     @cached_property
     def tables(self) -> Tables:
         """``place`` as tables."""
@@ -210,7 +226,7 @@ class Tile:
         *lead, K, N = codes.shape
         fast = loops(codes.size)
         if fast is not None:
-            words, t = np.empty((*lead, K // self.k, N * self.k * self.bits // 32), np.uint32), self.tables
+            words, t = np.empty((*lead, K // self.k, N * self.k * self.bits // 32), np.uint32), self.together(N, PACKED)
             matrix = contiguous(codes) if not lead else codes
             fast.pack_tiles(
                 plain(matrix).reshape(-1, N), t.members, t.shifts, t.firsts, t.folds, words.reshape(-1, words.shape[-1])
@@ -226,7 +242,7 @@ class Tile:
         nt = per_row * (32 // self.bits) // (self.k * self.n)
         fast = loops(words.size * (32 // self.bits))
         if fast is not None:
-            codes, t = np.empty((*lead, kt * self.k, nt * self.n), np.uint8), self.tables
+            codes, t = np.empty((*lead, kt * self.k, nt * self.n), np.uint8), self.together(nt * self.n, UNPACKED)
             stored = plain(words).view(np.uint32).reshape(-1, per_row)
             mask = np.uint32(2**self.bits - 1)
             fast.unpack_tiles(stored, t.members, t.shifts, t.places, mask, codes.reshape(-1, nt * self.n))
@@ -252,3 +268,8 @@ class Tile:
         lines = ["  k\\n" + "".join(f"{j:7d}" for j in range(cols))]
         lines += [f"{i:5d}" + "".join(f"{word[i, j]:5d}.{field[i, j]}" for j in range(cols)) for i in range(rows)]
         return "\n".join(lines)
+
+
+@cache
+def _tables(tile: Tile, count: int) -> Tables:
+    return tile.side_by_side(count).tables

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import checks, fp8_scales, fp8_weights
-from .bits import count_masked
+from .bits import has_masked
 from .canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape, per_shard
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
@@ -186,7 +186,7 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
 
     def slab(expert: int, rows: slice, columns: slice) -> Array:
         codes = parts.weights.slab(expert, rows, columns)
-        if count_masked(codes, NAN):
+        if has_masked(codes, NAN):
             if not checkpoint.options.nan:
                 _refuse_nan(parts.weights)
             codes[(codes & NAN) == NAN] = 0

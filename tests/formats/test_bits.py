@@ -13,7 +13,7 @@ from warptile.formats import fragment
 from warptile.formats.bits import (
     Tile,
     contiguous,
-    count_masked,
+    has_masked,
     pack_ragged,
     pack_stream,
     split_words,
@@ -86,8 +86,9 @@ def _striped(k: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("tile", [*TILES.values(), Tile(8, 16, 2, _striped)])
-def test_compiled_tiles_are_those_of_numpy(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    codes = np.random.default_rng(1).integers(0, 2**tile.bits, (2, 3 * tile.k, 2 * tile.n), dtype=np.uint8)
+@pytest.mark.parametrize("beside", [1, 3, 12, 32])
+def test_compiled_tiles_are_those_of_numpy(tile: Tile, beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = np.random.default_rng(1).integers(0, 2**tile.bits, (2, 3 * tile.k, beside * tile.n), dtype=np.uint8)
     want = tile.pack(codes)
     monkeypatch.setattr(module, "LARGE", 1)
     assert module.loops(1) is not None
@@ -125,9 +126,16 @@ def test_turned_matrices_are_copied_in_order(shape: tuple[int, int], compiled: N
     np.testing.assert_array_equal(copied, codes.T)
 
 
-def test_codes_with_all_bits_of_a_mask_are_counted(compiled: None) -> None:
-    codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    assert count_masked(codes, 0x7F) == count_masked(codes.T, 0x7F) == 2
+@pytest.mark.parametrize("size", [1, 8, 24, 1000, 1001])
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_a_code_with_all_bits_of_a_mask_is_seen_wherever_it_is(size: int, byte: int, compiled: None) -> None:
+    codes = np.resize(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), size)
+    assert not has_masked(codes, 0x7F)
+    for at in {0, size // 2, size - 1}:
+        changed = codes.copy()
+        changed[at] = byte
+        assert has_masked(changed, 0x7F)
+        assert has_masked(np.repeat(changed, 2)[::2], 0x7F)
 
 
 def test_without_numba_numpy_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
