@@ -77,7 +77,7 @@ def along_n(qs: Named) -> Outline | str:
     for kind, levels in joined.items():
         for i, (dtype, _) in enumerate(getattr(first, kind)):
             blocks = [getattr(q, kind)[i][1] for q in qs.values()]
-            found = _joined_block(ns, first.k, blocks)
+            found = _joined_block(ns, first.k, blocks, finest=i == 0)
             if isinstance(found, str):
                 return found
             block, parts = found
@@ -99,10 +99,15 @@ def along_n(qs: Named) -> Outline | str:
     )
 
 
-def _joined_block(ns: Mapping[str, int], k: int, blocks: Sequence[Block]) -> tuple[Block, tuple[int, ...]] | str:
-    """(block, shards) of a level of factors side by side, or why its blocks do not meet at the seams."""
+def _joined_block(
+    ns: Mapping[str, int], k: int, blocks: Sequence[Block], *, finest: bool
+) -> tuple[Block, tuple[int, ...]] | str:
+    """(block, shards) of a level of factors side by side, or why its blocks do not meet at the seams.
+
+    Factors of weights of one row each are the rows' in the finest level, the weights' in others.
+    """
     rows = tuple(ns.values())
-    if all(block == (n, k) for block, n in zip(blocks, rows, strict=True)) and max(rows) > 1:
+    if all(block == (n, k) for block, n in zip(blocks, rows, strict=True)) and not (finest and max(rows) == 1):
         return (gcd(*rows), k), rows
     if len(set(blocks)) > 1:
         return f"blocks differ: {', '.join(f'{name} {bn} x {bk}' for name, (bn, bk) in zip(ns, blocks, strict=True))}"
@@ -203,8 +208,8 @@ def join(streams: Sequence[Stream]) -> Stream:
 
     def levels(kind: str) -> tuple[Level, ...]:
         return tuple(
-            _joined_level(parts, [q.n for q in qs], outline.k)
-            for parts in zip(*(getattr(q, kind) for q in qs), strict=True)
+            _joined_level(parts, [q.n for q in qs], outline.k, finest=i == 0)
+            for i, parts in enumerate(zip(*(getattr(q, kind) for q in qs), strict=True))
         )
 
     first = qs[0]
@@ -229,8 +234,9 @@ def _stored(expert: int, stream: Stream, rows: slice) -> Array:
     return stream.blocks.rows(expert, rows)
 
 
-def _joined_level(parts: Sequence[Level], rows: Sequence[int], k: int) -> Level:
-    found = _joined_block({str(i): n for i, n in enumerate(rows)}, k, [part.block for part in parts])
+def _joined_level(parts: Sequence[Level], rows: Sequence[int], k: int, *, finest: bool) -> Level:
+    ns, blocks = {str(i): n for i, n in enumerate(rows)}, [part.block for part in parts]
+    found = _joined_block(ns, k, blocks, finest=finest)
     assert not isinstance(found, str), found
     block, shards = found
     data = np.concatenate([part.data for part in parts], axis=-2)

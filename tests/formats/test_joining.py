@@ -46,14 +46,16 @@ def named(qs: list[QuantTensor]) -> dict[str, Outline]:
 
 
 def check_side_by_side(qs: list[QuantTensor]) -> None:
-    """They are the rows of one, and come out of every layout again."""
+    """They are the rows of one, and come out of every layout that takes them alone again."""
     outline = along_n(named(qs))
+    assert isinstance(outline, Outline), outline
     joined = join([streamed(q) for q in qs])
     q = whole(joined).check()
     assert q.outline() == outline
     np.testing.assert_array_equal(dequantize(q), np.concatenate([dequantize(part) for part in qs], axis=-2))
     for layout in layouts().values():
         if layout.accepts(outline) is not None:
+            assert layout.accepts(qs[0].outline()) is not None
             continue
         tensors, spec = layout.pack(q)
         stored, start = layout.view(tensors, spec), 0
