@@ -1,4 +1,5 @@
-// The matrix instructions on 8-bit numbers, and tf32 for what stands beside them; one function each, as in mma.cuh.
+// The instructions of products in 8 bits: the matrix units, with tf32 for what stands beside, and small copies; one
+// function each, as in mma.cuh.
 #pragma once
 #include "mma.cuh"
 
@@ -45,4 +46,9 @@ DEVICE u32 prmt(u32 a, u32 b, u32 select) {
   u32 d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(select));
   return d;
+}
+
+// Four bytes to shared memory, or zeros.
+DEVICE void copy4(u32 to, const void* from, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");
 }

@@ -15,28 +15,27 @@ struct Variant {
 
 constexpr int THREADS = 512;
 
-// Strips in flight, 2 to 4 kB each: as many as 128 registers hold.
+// Strips in flight, 2 to 4 kB each: where memory is fast, as many as 128 registers hold.
 constexpr int ahead(Variant v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  return 1;
+#else
   constexpr auto lean = [](KindFacts f) { return f.bits == 4 && f.high == 0 && f.own == 32 && !f.lookup; };
   return lean(facts(Kind(v.kind))) ? 2 : 1;
+#endif
 }
-
-// Two rows of each strip in 128 k.
-struct GridScales {
-  u32 word[2][2];
-};
-
 
 template <Variant V>
 __global__ void __launch_bounds__(THREADS, 1)
     mmq_decode(const u8* __restrict__ strips, const u8* __restrict__ scales, const void* __restrict__ factors,
-               const void* __restrict__ bias, const u32* __restrict__ quantized, const float* __restrict__ x_factors,
-               u16* y, float* scratch, u32* counters, int m, int n, int k_padded, i64 ldy, int bias_type, int columns,
-               int part1, int part2, int part3, int block_n, int block_k, int in_row, int in_column, int rows,
-               int chunk) {
+               const void* __restrict__ bias, const u32* quantized, const float* x_factors, u16* y, const void* residual,
+               float* scratch, u32* counters, int m, int n, int k_padded, i64 ldy, i64 ld_residual, int each,
+               int bias_type, int columns, int part1, int part2, int part3, int block_n, int block_k, int in_row,
+               int in_column, int rows, int chunk) {
   using P = Strip<Kind(V.kind)>;
   constexpr Dtype T = Dtype(V.y), G = Dtype(V.grid), F = P::FLOAT && !V.block ? G : Dtype::f32;
   constexpr int AHEAD = ahead(V), BLOCKS = P::FLOAT ? 2 : UNITS; // of x in a step that share a factor
+  constexpr bool EARLY = P::F.bits == 8; // registers hold the factors of two strips: they are never waited for
 
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
@@ -50,11 +49,11 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int begin = part(blockIdx.y * warps + warp), end = part(blockIdx.y * warps + warp + 1);
   auto share = [&](u32 i) { return int(u64(rows) * i / gridDim.x); };
   const int top = share(blockIdx.x), bottom = share(blockIdx.x + 1);
-  const Divide row_of(V.block ? block_n : 1), step_of(V.block ? block_k / 128 : 1);
+  const Beside<G> beside(scales, block_n, block_k, in_row, in_column, n);
 
   P strip[AHEAD];
   typename P::Factors row_factors[AHEAD];
-  GridScales grid[AHEAD];
+  u32 scale[AHEAD][2][2]; // of rows g, g + 8 in each 128 k, where they lie beside
   // AHEAD rows at one step of k: down the rows of a chunk, then along k, then the next chunk.
   struct Place {
     int row, step, first, last; // row and step; the chunk's rows
@@ -69,19 +68,15 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int row = at.row + i;
     return {strips + ((i64(row / 8) * steps + at.step) * 8 + row % 8) * P::BYTES, row < at.last};
   };
-  auto load_grid = [&](const Place& at, int i) {
+  auto load_scales = [&](const Place& at, int i) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int row = min((at.row + i) * 16 + 8 * r + g, n - 1);
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-        if (at.row + i < at.last) {
-          const int down = min(int(step_of(2 * at.step + h)), in_column - 1); // beyond k everything is zero
-          grid[i].word[r][h] = load_one<G>(scales + (i64(down) * in_row + row_of(row)) * bytes_of(G));
-        }
-    }
+    for (int e = 0; e < 4; e++)
+      if (at.row + i < at.last)
+        scale[i][e / 2][e % 2] = beside.load((at.row + i) * 16 + 8 * (e / 2) + g, 2 * at.step + e % 2);
   };
 
+  let_next_start();
+  // The first loads of W wait neither for x nor for the kernel before.
   Place at = {top, begin, top, min(top + chunk, bottom)};
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) {
@@ -89,11 +84,12 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int p = 0; p < UNITS / 2; p++) strip[i].load(first, lane, p);
     row_factors[i].load(first, lane);
-    if constexpr (V.block) load_grid(at, i);
+    if constexpr (V.block) load_scales(at, i);
   }
 
+  wait_for_previous(quantized);
   float low[2], high[2]; // sums of x of token g in units t and t + 4, in two parts of 11 bits
-  const Output out{y, ldy, m, n, bias, Dtype(bias_type)};
+  const Output out{y, ldy, m, n, bias, Dtype(bias_type), residual, ld_residual, each};
   const Factor factor{factors, n, columns, {part1, part2, part3}};
   auto finish = [&](int row, float4 v) {
     const float sum[4] = {v.x, v.y, v.z, v.w};
@@ -138,12 +134,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < AHEAD; i++) {
       const FromGlobal coming = from(next, i);
       const typename P::Factors by_row = row_factors[i];
-      const GridScales by_grid = grid[i];
+      const u32 beside_row[2][2] = {{scale[i][0][0], scale[i][0][1]}, {scale[i][1][0], scale[i][1][1]}};
       auto load_factors = [&] {
         row_factors[i].load(coming, lane);
-        if constexpr (V.block) load_grid(next, i);
+        if constexpr (V.block) load_scales(next, i);
       };
-      if constexpr (AHEAD == 1) load_factors(); // or they would be waited for
+      if constexpr (EARLY) load_factors();
       float sums[4] = {}, of_block[4] = {};
 #pragma unroll
       for (int u = 0; u < UNITS; u++) {
@@ -157,8 +153,8 @@ __global__ void __launch_bounds__(THREADS, 1)
           if (u % 4 == 3) {
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-              const float scale = V.block ? number<G>(by_grid.word[c / 2][u / 4], 0) : 1.0f;
-              sums[c] = fmaf(scale * by[c % 2], of_block[c], sums[c]);
+              const float own = V.block ? number<G>(beside_row[c / 2][u / 4], 0) : 1.0f;
+              sums[c] = fmaf(own * by[c % 2], of_block[c], sums[c]);
               of_block[c] = 0;
             }
           }
@@ -185,7 +181,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int c = 0; c < 4; c++) sums[c] = fmaf(by_row.minimum_scale(c / 2), of_strip[c], sums[c]);
       }
-      if constexpr (AHEAD > 1) load_factors();
+      if constexpr (!EARLY) load_factors();
       if (at.row + i < at.last) {
         float4& slot = slots[((at.row + i - at.first) * warps + warp) * 32 + lane];
         if (at.step == begin)

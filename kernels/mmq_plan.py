@@ -3,6 +3,7 @@
 | m | kernel | work of a block |
 | --- | --- | --- |
 | 1 to 8 | mmq_decode | rows of strips, k split over its warps: time is reading W once |
+| above | mmq_tiled | 128 features x 16 to 128 tokens |
 
 They multiply x in 8 bits (``quantize``), which is the first stage: int8 with the integers of a strip, e4m3 with fp8.
 """
@@ -10,7 +11,7 @@ They multiply x in 8 bits (``quantize``), which is the first stage: int8 with th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any
 
@@ -23,7 +24,8 @@ from .mmq_strips import DEPTH, KINDS, ROWS
 Spec = Mapping[str, Any]
 
 DECODE_TOKENS = 8
-X_DTYPES = ("f16", "bf16")
+FEATURES = 128
+X_DTYPES = ("f16", "bf16", "f32")
 GRIDS = ("f16", "bf16", "f32", "e8m0")
 """Types of scales beside strips that kernels read."""
 
@@ -58,6 +60,45 @@ class Decode:
         return f"decode, {self.columns} x {self.splits} blocks of {self.warps} warps"
 
 
+@dataclass(frozen=True)
+class Tiled:
+    """A block's shape in mmq_tiled: 8 / ``strips`` x ``strips`` warps of ``strips`` strips x 8 ``blocks`` tokens,
+    ``stages`` of 256 k, registers for ``resident`` blocks on an SM; ``cut`` cuts the tiles of the last wave along k so
+    that every SM has its share."""
+
+    blocks: int
+    strips: int
+    stages: int
+    resident: int
+    cut: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.blocks * self.strips
+
+    def shared(self, kind: str) -> int:
+        rows = (16 if KINDS[kind].minima else 8) if KINDS[kind].scales else 2
+        stage = self.tokens * DEPTH + 8 * KINDS[kind].strip + rows * (self.tokens + 2) * 4
+        return self.stages * stage
+
+    def __str__(self) -> str:
+        return f"tile {FEATURES} x {self.tokens}, {self.stages} stages{', last wave cut' if self.cut else ''}"
+
+
+# us of a step of 256 k, measured on an H200 with q4_0. Only ratios matter.
+STEP_COST = {
+    Tiled(2, 1, 2, 2): 1.25,
+    Tiled(4, 1, 2, 2): 1.9,
+    Tiled(4, 2, 3, 1): 1.8,
+    Tiled(4, 2, 2, 1): 1.85,
+    Tiled(8, 2, 2, 1): 3.8,
+}
+START, CUT = 5.0, 4.0
+"""us of a launch and its first loads, and of adding the parts of cut tiles."""
+
+TILES = tuple(STEP_COST)
+
+
 def numerics(spec: Spec) -> tuple[str, ...]:
     """What a product may be asked for: x in the 8 bits that a kind's codes multiply with, or as it is."""
     return ("e4m3" if spec["kind"] == "fp8" else "int8", "exact")
@@ -84,10 +125,11 @@ def _args(spec: Spec) -> tuple[str | int, ...]:
     starts = (*accumulate(spec["shards"][:-1]),) if "shards" in spec else ()
     columns = block_n if whole and not starts else NEVER
     bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
-    operands = ("strips", "scales", factors, "bias", "quantized", "factors", "y", "scratch", "counters")
+    operands = ("strips", "scales", factors, "bias", "quantized", "factors", "y", "residual", "scratch", "counters")
     parts = (*starts, *(NEVER,) * (PARTS - 1))[: PARTS - 1]
     grid = (block_n, block_k, -(-spec["n"] // block_n), -(-spec["k"] // block_k)) if _beside(spec) else (1, 128, 1, 1)
-    return (*operands, "m", "n", "k_padded", "ldy", bias_type, columns, *parts, *grid)
+    extents = ("m", "n", "k_padded", "ldy", "ld_residual", "each")
+    return (*operands, *extents, bias_type, columns, *parts, *grid)
 
 
 def _extent(spec: Spec) -> tuple[int, int]:
@@ -128,6 +170,7 @@ def _decode(spec: Spec, device: Device, x_dtype: str, d: Decode) -> Plan:
         block=32 * d.warps,
         shared=d.shared,
         args=(*_args(spec), rows, d.chunk),
+        overlap=device.overlaps,
     )
     cut = d.splits > 1
     return Plan(
@@ -135,6 +178,77 @@ def _decode(spec: Spec, device: Device, x_dtype: str, d: Decode) -> Plan:
         f"{d}: at m <= {DECODE_TOKENS} the time is that of reading the weights once",
         scratch=512 * d.splits * rows if cut else 0,
         counters=d.columns if cut else 0,
+    )
+
+
+def refuse_tile(spec: Spec, device: Device, t: Tiled) -> str | None:
+    """None if the tile runs this module on this device, else why not."""
+    if not KINDS[spec["kind"]].scales and t.blocks * t.strips > 8:
+        return "sums of 128 k beside the whole ones take too many registers"
+    shared = t.shared(spec["kind"]) + STATIC
+    return f"needs {shared} bytes of shared memory, a block has {device.shared}" if shared > device.shared else None
+
+
+def _blocks(spec: Spec, device: Device, t: Tiled) -> int:
+    """Blocks that run at once."""
+    fitting = (device.shared + RESERVED) // (t.shared(spec["kind"]) + STATIC + RESERVED)
+    return device.sms * min(t.resident, fitting)
+
+
+def _work(spec: Spec, m: int, t: Tiled) -> tuple[int, int, int]:
+    """(tiles along m, tiles along n, steps of k) of a product."""
+    return -(-m // t.tokens), -(-spec["n"] // FEATURES), spec["k_padded"] // DEPTH
+
+
+def _estimate(spec: Spec, m: int, device: Device, t: Tiled) -> float:
+    """us on an H200, roughly."""
+    rows, columns, steps = _work(spec, m, t)
+    tiles, blocks = rows * columns, _blocks(spec, device, t)
+    waves = tiles / blocks if t.cut else -(-tiles // blocks)
+    return START + waves * steps * STEP_COST[replace(t, cut=False)] + (CUT if t.cut else 0)
+
+
+def choose_tile(
+    spec: Spec, m: int, device: Device, batch_invariant: bool = False
+) -> tuple[Tiled, tuple[tuple[str, str], ...]]:
+    """The tile of the least estimated time, and why not each other one."""
+    times: dict[Tiled, float] = {}
+    refused: dict[str, str] = {}
+    for tile in TILES:
+        for t in (tile, replace(tile, cut=True)):
+            if why := refuse_tile(spec, device, t):
+                refused[str(t)] = why
+            elif t.cut and batch_invariant:
+                refused[str(t)] = "adds in an order that depends on m"
+            else:
+                times[t] = _estimate(spec, m, device, t)
+    best = min(times, key=lambda t: times[t])
+    slower = {str(t): f"about {time / times[best]:.2f} times as long" for t, time in times.items() if t != best}
+    why = "its sums depend on m" if batch_invariant else f"serves up to {DECODE_TOKENS} tokens, m is {m}"
+    return best, (("decode", why), *refused.items(), *slower.items())
+
+
+def _tiled(spec: Spec, m: int, device: Device, x_dtype: str, t: Tiled) -> Plan:
+    rows, columns, steps = _work(spec, m, t)
+    blocks = _blocks(spec, device, t)
+    waves, rest = divmod(rows * columns, blocks)
+    streams = min(blocks, rest * steps) if t.cut and rest * steps * blocks < 2**32 else rest
+    stage = Stage(
+        kernel="mmq_tiled",
+        variant=_variant(spec, x_dtype, t.blocks, t.strips, t.stages, t.resident),
+        target=f"sm_{device.arch}",
+        grid=(blocks if waves else streams, 1, 1),
+        block=256,
+        shared=t.shared(spec["kind"]),
+        args=(*_args(spec), rows, waves, streams),
+        overlap=device.overlaps,
+    )
+    cut = streams > rest
+    return Plan(
+        (stage,),
+        f"{t}: {rows} x {columns} tiles on {device.sms} SMs take the least time by estimate",
+        scratch=8 * streams * FEATURES * t.tokens if cut else 0,
+        counters=rest if cut else 0,
     )
 
 
@@ -150,7 +264,7 @@ def _supported(spec: Spec, device: Device, x_dtype: str, kind: str) -> None:
         )
     if x_dtype not in X_DTYPES:
         raise UnsupportedError(
-            "no kernel for these types", found=f"{x_dtype} activations", need=f"{' or '.join(X_DTYPES)} activations"
+            "no kernel for these types", found=f"{x_dtype} activations", need=f"{', '.join(X_DTYPES)} activations"
         )
     if (reason := _refused_scales(spec)) is not None:
         raise UnsupportedError("no kernel for these scales", need=reason)
@@ -176,17 +290,16 @@ def plan(
     device: Device,
     x_dtype: str,
     aligned: bool = True,
-    variant: Decode | None = None,
+    variant: Decode | Tiled | None = None,
     numerics: str | None = None,
     batch_invariant: bool = False,
 ) -> Plan:
     """The launches of y[m, n] = x[m, k] @ W.T for a module that ``mmq.spec`` describes.
 
-    ``x_dtype``: "f16" or "bf16", also y's. ``variant`` replaces the choice, for measuring. ``numerics`` is one
-    of ``numerics(spec)``, None for the first. Raises ``UnsupportedError`` where no kernel of ours runs.
+    ``x_dtype``: "f16", "bf16" or "f32", also y's. ``variant`` replaces the choice, for measuring. ``numerics`` is one
+    of ``numerics(spec)``, None for the first. ``batch_invariant``: a row of y has the same bits whatever m is and the
+    other rows are. Raises ``UnsupportedError`` where no kernel of ours runs.
     """
-    if batch_invariant:
-        raise UnsupportedError("no kernel multiplies strips in one order for every m", found=spec["kind"])
     kind = numerics or _numerics(spec)[0]
     if kind == "exact":
         raise UnsupportedError(
@@ -196,11 +309,15 @@ def plan(
     _supported(spec, device, x_dtype, kind)
     if m == 0:
         return Plan((), "no rows")
-    if variant is None and m <= DECODE_TOKENS:
+    if variant is None and m <= DECODE_TOKENS and not batch_invariant:
         variant = choose_decode(spec, device)
+    rejected: tuple[tuple[str, str], ...] = (("tiled", f"its smallest tile has 16 tokens, m is {m}"),)
     if variant is None:
-        raise UnsupportedError("no kernel for so many rows yet", found=m, need=f"at most {DECODE_TOKENS}")
-    made = _decode(spec, device, x_dtype, variant)
+        variant, rejected = choose_tile(spec, m, device, batch_invariant)
+    if isinstance(variant, Decode):
+        made = _decode(spec, device, x_dtype, variant)
+    else:
+        made = _tiled(spec, m, device, x_dtype, variant)
     quantized, factors = quantize.nbytes(kind, m, spec["k"])
     first = quantize.stage(kind, m, spec["k"], device, x_dtype)
     return Plan(
@@ -211,7 +328,7 @@ def plan(
         quantized=quantized,
         factors=factors,
         quantizes=kind,
-        rejected=made.rejected,
+        rejected=rejected,
     )
 
 
@@ -232,23 +349,24 @@ def _kinds(elements: Sequence[str] | None) -> Iterator[dict[str, Any]]:
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
     yield from quantize.variants(arch)
+    device = Device(arch, sms=1, shared=1 << 20)
     for spec, x_dtype in product(_kinds(elements), X_DTYPES):
         if KINDS[spec["kind"]].scales or arch >= 89:
             yield "mmq_decode", _variant(spec, x_dtype), f"sm_{arch}"
+            for t in (t for t in TILES if refuse_tile(spec, device, t) is None):
+                shape = t.blocks, t.strips, t.stages, t.resident
+                yield "mmq_tiled", _variant(spec, x_dtype, *shape), f"sm_{arch}"
 
 
 def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What CI compiles for a target: every kind of strip once, each type of y and of scales beside them with some."""
+    """What CI compiles for a target: every kind of strip in one of the kernels, in the other for the next target; all
+    else takes turns."""
     if target not in CHECKED:
         return
     yield from ((kernel, variant) for kernel, variant, _ in quantize.variants(80))
-    arch = int(target[3:])
-    rows = [row[:2] for row in variants(arch) if row[0] != "quantize"]
-    for kernel in sorted({kernel for kernel, _ in rows}):
-        mine = [variant for of, variant in rows if of == kernel]
-        seen: dict[tuple[int, ...], int] = {}
-        for variant in mine:
-            of = variant[0], *variant[2:]
-            turn = seen[of] = seen.get(of, -1) + 1
-            if turn == (sum(of) + CHECKED.index(target)) % len(X_DTYPES):
-                yield kernel, variant
+    turn = CHECKED.index(target)
+    rows = [row[:2] for row in variants(int(target[3:])) if row[0] != "quantize"]
+    for i in range(len(KINDS)):
+        kernel = ("mmq_decode", "mmq_tiled")[(i + turn) % 2]
+        mine = [row for row in rows if row[0] == kernel and row[1][0] == i]
+        yield from mine[(3 * i + 7 * turn) % len(mine) :][:1] if mine else ()

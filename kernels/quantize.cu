@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(256) quantize(const void* __restrict__ x, uint
   constexpr Dtype T = Dtype(V.x);
   constexpr Element E = Element(V.element);
   constexpr int LANES = V.block / 8, ITEM = T == Dtype::f32 ? 4 : 2;
+  let_next_start();
   const int chunk = blockIdx.x * 256 + threadIdx.x;
   if (chunk * 8 >= k_padded) return; // whole warps: k_padded is a multiple of 256
   for (i64 row = blockIdx.y; row < m; row += gridDim.y) {

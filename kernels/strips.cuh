@@ -33,6 +33,35 @@ struct FromGlobal {
   }
 };
 
+struct FromShared {
+  const u8* strip;
+  template <int W>
+  DEVICE void load(u32* to, int offset) const {
+    if constexpr (W == 4)
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(strip + offset);
+    else if constexpr (W == 2)
+      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(strip + offset);
+    else
+      *to = *reinterpret_cast<const u32*>(strip + offset);
+  }
+};
+
+// Scales of type G that lie beside strips, one for block_n rows x block_k of k, which is a multiple of 128.
+template <Dtype G>
+struct Beside {
+  const u8* scales;
+  Divide row_of, block_of;
+  int in_row, in_column, n;
+
+  DEVICE Beside(const u8* scales, int block_n, int block_k, int in_row, int in_column, int n)
+      : scales(scales), row_of(block_n), block_of(block_k / 128), in_row(in_row), in_column(in_column), n(n) {}
+  // Of a row and its i-th 128 k; beyond the matrix everything else is zero.
+  DEVICE u32 load(int row, int i) const {
+    const int down = min(int(block_of(i)), in_column - 1), across = row_of(min(row, n - 1));
+    return load_one<G>(scales + (i64(down) * in_row + across) * bytes_of(G));
+  }
+};
+
 template <Kind K>
 struct Strip {
   static constexpr KindFacts F = facts(K);
@@ -46,6 +75,7 @@ struct Strip {
   static_assert(LOW + HIGH + 16 * (FINE + COARSE) == BYTES);
   // Fragments hold the codes' values times 2^up.
   static constexpr float FOLD = 1.0f / (1 << F.up);
+  static_assert(!F.minima || F.up == 0);
 
   // What all units of a strip need: factors, and fifth bits.
   struct Factors {

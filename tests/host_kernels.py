@@ -16,8 +16,8 @@ from warptile.runtime.build import GENERATED
 
 COMPILER = shutil.which("g++")
 HOST = Path(__file__).parent / "kernels" / "host"
-SOURCES = ("decode.cuh", "output.cuh", "strips.cuh", "gather.cu", "pairs.cu", "quantize.cu")
-KERNELS = ("marlin_decode.cu", "marlin_tiled.cu", "mmq_decode.cu")
+SOURCES = ("decode.cuh", "output.cuh", "strips.cuh", "streams.cuh", "gather.cu", "pairs.cu", "quantize.cu")
+KERNELS = ("marlin_decode.cu", "marlin_tiled.cu", "mmq_decode.cu", "mmq_tiled.cu")
 
 
 def sources(here: Path) -> Path:

@@ -28,9 +28,6 @@ from warptile.formats.canonical import (
 from warptile.formats.errors import CorruptError
 from warptile.formats.stream import Blocks, Pieces, Stream, joined, streamed
 from warptile.kernels import layouts, mmq
-from warptile.kernels.launch import Device
-
-H200 = Device(arch=90, sms=132, shared=232448)
 
 # kind -> (element, scales, offsets, bytes of a strip); offsets of q4_1 and q5_1 are minus the stored minimum
 KINDS: dict[str, tuple[str, tuple[tuple[str, int], ...], tuple[tuple[str, int], ...], int]] = {

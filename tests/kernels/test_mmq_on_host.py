@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from host_kernels import COMPILER, aligned, run, sources
 from strip_linears import assert_is_in_8_bits, random_rows, random_strips
 from warptile.formats.canonical import QuantTensor
 from warptile.kernels import mmq
+from warptile.kernels.epilogue import ROUNDINGS, finish
 from warptile.kernels.launch import Device
-from warptile.kernels.mmq_plan import Decode, plan
+from warptile.kernels.mmq_plan import Decode, Tiled, plan
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 DEVICE = Device(arch=90, sms=3, shared=232448)
-TYPES = {"float16": "f16", "bfloat16": "bf16"}
+TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
 @pytest.fixture(scope="module")
@@ -25,21 +27,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sources(tmp_path_factory.mktemp("host"))
 
 
-def multiplied(q: QuantTensor, x: np.ndarray, variant: Decode | None, folder: Path, expert: int) -> np.ndarray:
+def multiplied(
+    q: QuantTensor,
+    x: np.ndarray,
+    variant: Decode | Tiled | None,
+    folder: Path,
+    expert: int,
+    residual: np.ndarray | None = None,
+    each: int = 0,
+) -> np.ndarray:
     tensors, spec = mmq.pack(q)
     (m, k), flat, wanted = x.shape, mmq.expected({**spec, "experts": None}), mmq.expected(spec)
     numerics = "e4m3" if spec["kind"] == "fp8" else "int8"
     made = plan(spec, m, DEVICE, TYPES[x.dtype.name], variant=variant, numerics=numerics)
     memory = {suffix: aligned(tensor) for suffix, tensor in tensors.items()}
-    memory |= {"x": aligned(x), "y": aligned(np.full((m, spec["n"]), 0x7E00, np.uint16))}
+    memory |= {"x": aligned(x), "y": aligned(np.full((m, spec["n"]), np.nan, x.dtype))}
     memory |= {
         name: aligned(np.full(getattr(made, name), 0xFF, np.uint8)) for name in ("quantized", "factors", "scratch")
     }
+    memory |= {} if residual is None else {"residual": aligned(residual)}
     memory |= {"counters": aligned(np.zeros(made.counters, np.uint32))}
     stacked = {s: wanted[s][1] != flat[s][1] for s in tensors}
     at = {suffix: expert * (memory[suffix].nbytes // 3) for suffix in tensors if stacked[suffix]}
     for stage in made.stages:
-        run(stage, memory, {**spec, "m": m, "ldx": k, "ldy": spec["n"]}, folder, **at)
+        run(
+            stage,
+            memory,
+            {**spec, "m": m, "ldx": k, "ldy": spec["n"], "ld_residual": spec["n"], "each": each},
+            folder,
+            **at,
+        )
     assert not memory["counters"].any()
     return memory["y"].view(x.dtype).reshape(m, spec["n"])
 
@@ -58,7 +75,7 @@ NVFP4 = {"shards": (40, 100), "whole": True}
     ("kind", "m", "dtype", "more"),
     [
         ("nvfp4", 8, "bfloat16", NVFP4),
-        ("q4_k", 1, "float16", {"experts": 3, "bias": "f16"}),
+        ("q4_k", 1, "float32", {"experts": 3, "bias": "f16"}),
         ("fp8", 2, "bfloat16", {"block": (1, 2000), "scale": "bf16"}),
         ("fp8", 3, "float16", {"shards": (60, 50, 30)}),
         ("fp8", 7, "float16", {"experts": 3, "block": (48, 256), "scale": "e8m0", "whole": True}),
@@ -71,3 +88,41 @@ def test_decode_finds_scales_wherever_they_lie(
     q, x = random_strips(kind, 140, 2000, **more), random_rows(m, 2000, dtype)
     expert = 2 if "experts" in more else None
     assert_is_in_8_bits(multiplied(q, x, None, folder, expert or 0), q, x, expert)
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "dtype", "tile", "more"),
+    [
+        ("q4_0", 20, "float16", Tiled(2, 1, 3, 2, cut=True), {"bias": "f32"}),
+        ("q4_1", 40, "float32", Tiled(4, 2, 2, 1), {"bias": "f32"}),
+        ("q5_k", 17, "float16", Tiled(4, 1, 2, 2), {"experts": 3}),
+        ("q6_k", 70, "float16", Tiled(8, 2, 2, 1, cut=True), {}),
+        ("nvfp4", 33, "bfloat16", Tiled(2, 1, 4, 2), {"shards": (60, 80), "whole": True}),
+        ("mxfp4", 9, "float16", Tiled(2, 1, 2, 2, cut=True), {"bias": "bf16"}),
+        ("fp8", 34, "bfloat16", Tiled(4, 2, 3, 1, cut=True), {"block": (48, 256), "scale": "e8m0"}),
+        ("fp8", 12, "float16", Tiled(2, 1, 2, 2), {"block": (1, 1100), "scale": "bf16"}),
+    ],
+    ids=str,
+)
+def test_tiles_multiply(kind: str, m: int, dtype: str, tile: Tiled, more: dict[str, Any], folder: Path) -> None:
+    q, x = random_strips(kind, 140, 1100, **more), random_rows(m, 1100, dtype)
+    expert = 2 if "experts" in more else None
+    assert_is_in_8_bits(multiplied(q, x, tile, folder, expert or 0), q, x, expert)
+
+
+def test_residuals_are_added_and_each_step_may_round(folder: Path) -> None:
+    """By the epilogue's own reference, from the sums that float32 products give."""
+    q, x = random_strips("q4_k", 140, 600, bias="f16"), random_rows(20, 600, "float16")
+    residual = random_rows(20, 140, "float16", seed=5)
+    for m, variant in ((3, None), (20, Tiled(2, 1, 2, 2))):
+        sums = multiplied(replace(q, bias=None), np.float32(x[:m]), variant, folder, 0)
+        for each, rounding in enumerate(ROUNDINGS):
+            want = finish(sums, x.dtype, q.bias, residual[:m], rounding)
+            got = multiplied(q, x[:m], variant, folder, 0, residual[:m], each)
+            np.testing.assert_array_equal(got, want)
+
+
+def test_rows_have_the_same_bits_in_every_whole_tile(folder: Path) -> None:
+    q, x = random_strips("q4_k", 140, 600), random_rows(20, 600, "float16")
+    wide = multiplied(q, x, Tiled(4, 2, 2, 1), folder, 0)
+    np.testing.assert_array_equal(multiplied(q, x[:3], Tiled(2, 1, 2, 2), folder, 0), wide[:3])

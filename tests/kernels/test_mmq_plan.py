@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from launches import A100, H200, RTX_3090, RTX_4090, fields, parameters, type_of
+from warptile.formats.canonical import SCALE_DTYPES
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels.launch import Device
-from warptile.kernels.mmq_plan import CHECKED, choose_decode, covering, numerics, plan, variants
+from warptile.kernels.mmq_plan import CHECKED, TILES, choose_decode, choose_tile, covering, numerics, plan, variants
 from warptile.kernels.mmq_strips import KINDS
 
 LAST = 2**31 - 1
@@ -44,10 +45,10 @@ SPECS = [
 
 
 @pytest.mark.parametrize("device", [H200, RTX_4090, RTX_3090, A100], ids=lambda d: f"sm_{d.arch}")
-@pytest.mark.parametrize("m", [1, 8])
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 33, 64, 100, 257, 5000])
 def test_every_launch_fits_its_kernel_and_the_device(m: int, device: Device) -> None:
     ahead = set(variants(device.arch))
-    for spec, x_dtype in product(SPECS, ("f16", "bf16")):
+    for spec, x_dtype in product(SPECS, ("f16", "bf16", "f32")):
         if spec["kind"] == "fp8" and device.arch < 89:
             continue
         made = plan(spec, m, device, x_dtype)
@@ -77,10 +78,26 @@ def test_decode_gives_every_warp_a_step_and_every_block_a_row(spec: dict[str, An
     assert d.chunk >= 1
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s['kind']}-{s['n']}x{s['k']}")
+def test_a_plan_says_why_each_other_tile_was_not_taken(spec: dict[str, Any]) -> None:
+    for m in (9, 64, 1000):
+        made = plan(spec, m, RTX_4090, "f16")
+        reasons = dict(made.rejected)
+        assert made.why.partition(":")[0] not in reasons
+        assert len(reasons) == 2 * len(TILES)
+        assert made.stages[-1].kernel == "mmq_tiled"
+
+
+def test_more_rows_take_wider_tiles() -> None:
+    tokens = [choose_tile(SPECS[0], m, H200)[0].tokens for m in (9, 16, 32, 64, 128)]
+    assert tokens == sorted(tokens)
+    assert (tokens[0], tokens[3]) == (16, 64)
+
+
 def test_scales_beside_the_strips_and_factors_of_the_whole_are_told_apart() -> None:
     def told(spec: dict[str, Any]) -> tuple[int, str, tuple[Any, ...]]:
         stage = plan(spec, 1, H200, "f16").stages[-1]
-        return stage.variant[3], stage.args[2], stage.args[14:22]
+        return stage.variant[3], stage.args[2], stage.args[17:25]
 
     never = (LAST,) * 4
     assert told(SPECS[0]) == (0, "global_scale", (*never, 1, 128, 1, 1))
@@ -98,7 +115,7 @@ def test_scales_beside_the_strips_and_factors_of_the_whole_are_told_apart() -> N
     [
         (SPECS[0], Device(arch=75, sms=40, shared=65536), "f16", "found sm_75; need sm_80 or newer"),
         (SPECS[8], A100, "f16", "e4m3 activations on this GPU; found sm_80; need sm_89 or newer"),
-        (SPECS[0], H200, "f32", "need f16 or bf16 activations"),
+        (SPECS[0], H200, "e4m3", "need f16, bf16, f32 activations"),
         (spec_of("fp8", 256, 256, scale="f64"), H200, "f16", "need scales of f16 or bf16 or f32 or e8m0, not f64"),
         (spec_of("fp8", 256, 256, scale_block=[1, 32]), H200, "f16", "need scales of a multiple of 128 k, not 32"),
         (spec_of("nvfp4", 320, 256, shards=[64] * 5), H200, "f16", "need at most 4 fused parts, not 5"),
@@ -108,6 +125,13 @@ def test_scales_beside_the_strips_and_factors_of_the_whole_are_told_apart() -> N
 def test_what_no_kernel_does_is_refused(spec: dict[str, Any], device: Device, x_dtype: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         plan(spec, 1, device, x_dtype)
+
+
+def test_a_batch_invariant_plan_adds_in_one_order_whatever_m_is() -> None:
+    for spec, m in product(SPECS, (1, 8, 9, 64, 257)):
+        made = plan(spec, m, RTX_4090, "f16", batch_invariant=True)
+        assert made.stages[-1].kernel == "mmq_tiled"
+        assert (made.counters, made.scratch) == (0, 0)
 
 
 def test_exact_numerics_have_no_kernel() -> None:
@@ -121,9 +145,16 @@ def test_no_rows_no_launch() -> None:
 
 @pytest.mark.parametrize("target", CHECKED)
 def test_ci_compiles_every_kind_for_every_architecture(target: str) -> None:
-    rows = {row for row in covering(target) if row[0] != "quantize"}
-    assert rows <= {row[:2] for row in variants(int(target[3:]))}
-    kernels = {kernel for kernel, _ in rows}
-    for kernel in kernels:
-        kinds = {variant[0] for of, variant in rows if of == kernel}
-        assert len(kinds) == len(KINDS) - (int(target[3:]) < 89)
+    rows = [row for row in covering(target) if row[0] != "quantize"]
+    assert set(rows) <= {row[:2] for row in variants(int(target[3:]))}
+    assert len({variant[0] for _, variant in rows}) == len(rows) == len(KINDS) - (int(target[3:]) < 89)
+
+
+def test_ci_compiles_every_kind_in_both_kernels_and_every_tile() -> None:
+    rows = {row for target in CHECKED for row in covering(target) if row[0] != "quantize"}
+    assert {(kernel, variant[0]) for kernel, variant in rows} == set(
+        product(("mmq_decode", "mmq_tiled"), range(len(KINDS)))
+    )
+    tiles = {variant[4:] for kernel, variant in rows if kernel == "mmq_tiled"}
+    assert tiles == {(t.blocks, t.strips, t.stages, t.resident) for t in TILES}
+    assert {variant[1] for _, variant in rows} == {list(SCALE_DTYPES).index(x) for x in ("f16", "bf16", "f32")}

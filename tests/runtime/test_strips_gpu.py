@@ -5,6 +5,8 @@ python -m pytest -q tests/runtime/test_strips_gpu.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,11 +15,12 @@ import pytest
 from linears import ACTIVATION, InMemory
 from strip_linears import assert_close_to_exact, assert_is_in_8_bits, random_rows, random_strips
 from warptile.kernels import mmq
+from warptile.kernels.mmq_plan import TILES, refuse_tile
 from warptile.runtime import Session
 
 pytestmark = pytest.mark.gpu
 
-MS = (1, 2, 3, 4, 5, 6, 7, 8)
+MS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33, 100)
 FP8 = 2.0**-10
 """What the tensor cores lose of 128 products of e4m3, of the sum of their sizes."""
 
@@ -80,6 +83,22 @@ def test_kernels_of_ours_run(session, name):
         assert "mmq_" in str(session.explain(name, m, numerics=numerics(CASES[name][0])))
 
 
+@pytest.mark.parametrize("tile", [*TILES, *(replace(tile, cut=True) for tile in TILES)], ids=str)
+def test_every_tile_and_cut_ones(cp, quants, monkeypatch, tile):
+    """With as many streams as the device has SMs, so that tiles of all parts are cut."""
+    real, names = mmq.plan, ("q4_k", "q6_k", "fp8", "square")
+    monkeypatch.setattr(mmq, "plan", partial(real, variant=tile))
+    with Session(InMemory({name: quants[name] for name in names}, {}, mmq)) as s:
+        for name in names:
+            if refuse_tile(mmq.spec(quants[name].outline()), s._live.facts, tile):
+                continue
+            q, loses = quants[name], FP8 if name == "fp8" else 2.0**-20
+            x = random_rows(100, q.k, "float16")
+            y = times(cp, s, name, x)
+            assert_is_in_8_bits(y, q, x, loses=loses)
+            np.testing.assert_array_equal(times(cp, s, name, x).view(np.uint16), y.view(np.uint16))
+
+
 @pytest.mark.parametrize("name", mmq.KINDS)
 def test_single_numbers_return_the_decoded_weights(cp, session, quants, name):
     q = quants[name]
@@ -91,7 +110,7 @@ def test_single_numbers_return_the_decoded_weights(cp, session, quants, name):
 
 
 def test_nan_and_inf_reach_only_their_own_row(cp, session, quants):
-    for name, m in product(mmq.KINDS, (4, 8)):
+    for name, m in product(mmq.KINDS, (4, 20)):
         x = random_rows(m, quants[name].k, "float16")
         clean = times(cp, session, name, x)
         x[1, 5], x[3, -1] = np.nan, np.inf
@@ -105,7 +124,7 @@ def test_nan_and_inf_reach_only_their_own_row(cp, session, quants):
 def test_an_expert_is_picked_from_a_stack(cp, kind):
     q = random_strips(kind, 136, 700, experts=3, bias="f32")
     with Session(InMemory({kind: q}, {}, mmq)) as s:
-        for m, expert in product((1, 8), range(3)):
+        for m, expert in product((1, 20), range(3)):
             x = random_rows(m, 700, "bfloat16")
             y = times(cp, s, kind, x, expert=expert)
             assert_is_in_8_bits(y, q, x, expert, loses=FP8 if kind == "fp8" else 2.0**-20)

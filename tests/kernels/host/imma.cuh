@@ -65,3 +65,9 @@ inline u32 prmt(u32 a, u32 b, u32 select) {
   for (int i = 0; i < 4; i++) d |= u32((u64(b) << 32 | a) >> 8 * (select >> 4 * i & 7) & 0xFF) << 8 * i;
   return d;
 }
+
+inline void copy4(u32 to, const void* from, bool wanted) {
+  if (wanted) check(from, 4, 4);
+  std::memset(shared + to, 0, 4);
+  if (wanted) std::memcpy(shared + to, from, 4);
+}
