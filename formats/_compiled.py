@@ -1,7 +1,7 @@
 """The loops of ``bits.py`` compiled by numba: the same functions of the same tables, several codes an instruction.
 
 Nothing here knows a layout: where a code goes is in the tables that ``bits.Tile`` derives from its index map. Every
-loop releases the interpreter, so threads run them side by side. Arrays are C-contiguous, aligned and writable.
+loop releases the interpreter, so threads run them side by side. Arrays are C-contiguous and aligned.
 Machine code is kept beside this file, or in the user's cache where that cannot be written.
 """
 

@@ -42,8 +42,10 @@ def loops(count: int) -> ModuleType | None:
 
 
 def plain(array: Array) -> Array:
-    """The array as compiled loops take it: C order, aligned, writable; a copy only where it is not."""
-    return np.require(array, requirements=("C", "A", "W"))
+    """The array as compiled loops read it: C order, aligned, and read-only as mapped files are; a copy if it must."""
+    view = np.require(array, requirements=("C", "A")).view()
+    view.setflags(write=False)
+    return view
 
 
 def contiguous(matrix: Array) -> Array:
