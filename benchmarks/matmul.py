@@ -226,7 +226,7 @@ def plot(results: Path, picture: Path) -> None:
     from matplotlib import pyplot
 
     rows = [json.loads(text) for text in results.read_text().splitlines()]
-    rows = [r for r in rows if (r["element"], r["group"], r["dtype"]) == ("u4b8", 128, "float16")]
+    rows = [r for r in rows if (r["element"], r["group"], r["dtype"]) == ("u4b8", 128, "float16") and "what" not in r]
     newest: dict[tuple[int, int], dict[int, dict[str, Any]]] = defaultdict(dict)
     for r in rows:
         point = newest[r["n"], r["k"]].setdefault(r["m"], {})
@@ -258,6 +258,17 @@ PEAK = 750
 """TFLOP/s of an 8192^3 fp16 product on an H200 (680-750 measured 2026-11-29): the roof of large M."""
 
 
+def about(commit: str | None) -> dict[str, Any]:
+    """What every row records of its run."""
+    import cupy
+
+    if commit is None:
+        describe = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, capture_output=True, text=True, check=True, cwd=HERE).stdout.strip()
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    return {"date": date.today().isoformat(), "device": name, "commit": commit}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--element", default="u4b8", choices=["u4b8", "u4", "u8b128", "u8", "e4m3", "e2m1"])
@@ -275,17 +286,8 @@ def main() -> None:
     if args.plot:
         plot(*args.plot)
         return
-    import cupy
-
-    commit = (
-        args.commit
-        or subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True, cwd=HERE
-        ).stdout.strip()
-    )
-    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    record = {"date": date.today().isoformat(), "device": name, "commit": commit}
-    print(f"{name}, {record['date']}, {commit}: {args.element} group {args.group}, {args.dtype}; us\n{HEADER}")
+    record = about(args.commit)
+    print(*record.values(), f"{args.element} group {args.group}, {args.dtype}; us\n{HEADER}", sep=", ")
     rows = [row for shape in args.shape or SHAPES for row in measure(shape, args, record)]
     if any(not row["error"] <= (3e-3 if args.dtype == "bfloat16" else 1e-3) for row in rows):
         sys.exit("an error is out of bounds")

@@ -74,8 +74,8 @@ def measure(session: Session, names: list[str], m: int, dtype: str) -> Iterator[
     operands = {"x": x.pointer, "y": y.pointer, "ldx": x.row_stride, "ldy": y.row_stride}
     clock = torch_graph_time if dtype == "bfloat16" else graph_time
     rows = []
-    for variant, plan in candidates(spec, m, backend.facts, ACTIVATIONS[dtype]):
-        bound = [backend.bind(session.module(name), m, plan) for name in names]
+    for variant, plan in candidates(spec, m, backend.ready.facts, ACTIVATIONS[dtype]):
+        bound = [backend.ready.bind(session.module(name), m, plan) for name in names]
 
         def call(i: int, bound: list[Any] = bound) -> None:
             stream = kind.stream(backend.index)
@@ -84,7 +84,7 @@ def measure(session: Session, names: list[str], m: int, dtype: str) -> Iterator[
                 bound[i % len(bound)].launch(stream, operands, 0, lane)
 
         us = clock(call, max(CALLS, len(names)))
-        rows.append((us, variant, step_cost(spec, m, backend.facts, variant, us)))
+        rows.append((us, variant, step_cost(spec, m, backend.ready.facts, variant, us)))
     return iter(sorted(rows, key=lambda row: row[0]))
 
 
@@ -109,7 +109,7 @@ def main() -> None:
                 for m in args.m:
                     rows = list(measure(session, names, m, args.dtype))
                     spec = backend.catalog.artifact.modules[names[0]]
-                    chosen = marlin_plan.plan(spec, m, backend.facts, ACTIVATIONS[args.dtype]).why
+                    chosen = marlin_plan.plan(spec, m, backend.ready.facts, ACTIVATIONS[args.dtype]).why
                     print(f"{shape.n} x {shape.k}, m = {m}, {args.element} g{args.group} {args.dtype}")
                     for us, variant, step in rows[: args.show]:
                         mark = "*" if chosen.startswith(f"{variant}:") else " "

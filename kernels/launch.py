@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 NUMERICS = ("exact", "int8", "e4m3")
 """What may be asked of a product: x as it is, or in 8 bits. Each of the last two is a kind of ``quantize``."""
@@ -27,6 +29,23 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Outputs ``first`` to ``first + n - 1`` of a module."""
+
+    spec: Mapping[str, Any]
+    first: int
+    n: int
+
+
+@dataclass(frozen=True)
+class At:
+    """A tensor by the name it has among ``Stage.args``, from a byte on; null where there is none."""
+
+    name: str
+    offset: int
+
+
+@dataclass(frozen=True)
 class Stage:
     """One kernel launch.
 
@@ -35,7 +54,7 @@ class Stage:
 
     | names | passed as |
     | --- | --- |
-    | a tensor of the module by suffix (``qweight``) | pointer, null where the module has none |
+    | a tensor of the module (``qweight``), of a second one after ``up.`` | pointer, null where there is none |
     | ``x``, ``y``, ``residual`` (what is added to y) | pointer; the caller's, ``residual`` may be null |
     | ``gathered`` (x in stored column order), ``scratch``, ``counters`` | pointer into memory that the plan asks for |
     | ``quantized``, ``factors`` (see quantize.py, or pairs.cu for float32 rows) | likewise |
@@ -56,7 +75,7 @@ class Stage:
     grid: tuple[int, int, int]
     block: int
     shared: int
-    args: tuple[str | int, ...]
+    args: tuple[str | int | At, ...]
     box: tuple[int, int] | None = None
     """(rows, columns) of a copy through the map among ``args``; 64 columns are the 128 bytes of a swizzled row."""
     overlap: bool = False

@@ -31,6 +31,7 @@ from ..formats.canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTen
 from ..formats.fragment import SCALE_COLUMNS, TILE_K, TILE_N, TILES, reorder, restore
 from ..formats.stream import Pieces, Stream, assembled, hollow, steps, streamed, whole
 from .factors import global_level, global_outline, global_shape, is_global, one_a_part, wrong_shards
+from .marlin_pair_plan import plan_pair as plan_pair
 from .marlin_plan import covering as covering
 from .marlin_plan import numerics as numerics
 from .marlin_plan import plan as plan

@@ -5,8 +5,12 @@
 //   Its warps split that range; each keeps DEPTH k16 slices (16 or 32 bytes a lane) in flight, also across tiles, and
 //   reads its fragments of x from L1 or L2: staging them would leave the memory idle until they are there.
 //   Sums of a group are scaled in fp32, added over the warps in order, then over the splits in order by the last block.
+//
+// A pair is y = silu(x G^T) * (x U^T), both products rounded to y's type first: half the warps of a block take a tile of
+// G, the others the same tile of U. k is cut into as many parts as for one matrix, so that sums have the same bits.
 #include "decode.cuh"
 #include "output.cuh"
+#include "silu.cuh"
 
 struct Variant {
   int element, x, scale; // Element, Dtype, Dtype; x in f32 comes as pairs of f16 rows (pairs.cu)
@@ -14,6 +18,7 @@ struct Variant {
   int run;               // slices that share a scale: 1, 2, 4, 8; 0: one scale for all of k
   int block;             // 1: a scale for whole tiles of columns, or, when run is 0, no scale but the factor
   int factor;            // 1: sums over all of k have a factor of their own (decode.cuh)
+  int pair;              // of two matrices: how many parts of k a warp takes, 1 or 2; 0: there is one matrix
 };
 
 // 128 registers for each of 16 warps, twice that where many fp32 scales are in flight. plan() knows it too.
@@ -36,7 +41,9 @@ __global__ void __launch_bounds__(max_threads(V), 1)
                   const void* __restrict__ factors, const void* __restrict__ bias, const u16* x, u16* y,
                   const void* residual, const float* row_factors, float* scratch, u32* counters, int m, int n, int k,
                   int n_padded, int k_padded, int group, i64 ldx, i64 ldy, i64 ld_residual, int each, int bias_type,
-                  int columns, int part1, int part2, int part3) {
+                  int columns, int part1, int part2, int part3, const u8* __restrict__ up_qweight,
+                  const u8* __restrict__ up_scales, const u32* __restrict__ up_qzeros,
+                  const void* __restrict__ up_factors, const void* __restrict__ up_bias, int up_bias_type) {
   constexpr Dtype Y = Dtype(V.x), T = mma_type(Y), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
   using D = Decode<Element(V.element), T, V.zero != 0>;
   constexpr bool EXACT = scales_exactly(V);
@@ -46,18 +53,24 @@ __global__ void __launch_bounds__(max_threads(V), 1)
 
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
-  const int tiles = n_padded / 64, slices = k_padded / 16;
+  const int tiles = n_padded / 64, slices = k_padded / 16; // in a row of W, of which a pair may be a part
+  const int count = V.pair ? (n + 63) / 64 : tiles;
+  constexpr int PARTS = V.pair ? V.pair : 1, MATRICES = V.pair ? 2 : 1;
+  const bool up = V.pair && warp >= warps / 2;
+  const int parts = warps / MATRICES * PARTS, own = (up ? warp - warps / 2 : warp) * PARTS; // of the block; its first
+  if (up) qweight = up_qweight, scales = up_scales, qzeros = up_qzeros;
   // Parts of whole loop bodies where k allows it, else of whole runs. plan() keeps the product in 32 bits.
   const u32 unit = slices % DEPTH ? R : DEPTH;
-  auto part = [&](u32 i) { return int(slices / unit * i / (gridDim.y * warps) * unit); };
-  const int begin = part(blockIdx.y * warps + warp), end = part(blockIdx.y * warps + warp + 1);
+  auto bound = [&](u32 i) { return int(slices / unit * (blockIdx.y * parts + own + i) / (gridDim.y * parts) * unit); };
+  const int first = bound(0), last = bound(PARTS), middle = PARTS == 2 ? bound(1) : last;
   const Divide group_of(V.run ? group / (16 * R) : 1), block_of(V.run && V.block ? columns / 64 : 1);
   const int in_row = V.run && V.block ? (n + columns - 1) / columns : n_padded; // scales in a row of their grid
 
   u32 q[DEPTH][D::TILE_WORDS], zero_words[RUNS][D::WORDS];
   Scales<S, V.block ? 1 : 8> scale[RUNS];
-  // Where the coming loads read: slice by slice along k, then the next tile.
-  int next_tile = blockIdx.x, next = begin;
+  // Where the coming loads read: slice by slice along a part of k, then the next one, then the next tile.
+  auto first_end = [&] { return PARTS == 2 && first < middle ? middle : last; };
+  int next_tile = blockIdx.x, next = first, next_end = first_end();
   const u8* from;
   auto fetch_slice = [&](int i, bool wanted) {
 #pragma unroll
@@ -67,11 +80,16 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   auto aim = [&] { from = qweight + ((i64(next) * tiles + next_tile) * 32 + lane) * (16 * VECTORS); };
   auto advance = [&] {
     next += DEPTH;
-    if (next >= end) next = begin, next_tile += gridDim.x, aim();
+    if (next < next_end) return;
+    if (PARTS == 2 && next_end < last)
+      next = middle, next_end = last;
+    else
+      next = first, next_end = first_end(), next_tile += gridDim.x;
+    aim();
   };
   auto fetch_scale = [&](int r, int tile, int slice, bool wanted) {
-    const u32 row = group_of(u32(slice) / R), first = V.block ? block_of(tile) : tile * 64 + g * 8;
-    scale[r].load(scales + (i64(row) * in_row + first) * bytes_of(S), wanted);
+    const u32 row = group_of(u32(slice) / R), column = V.block ? block_of(tile) : tile * 64 + g * 8;
+    scale[r].load(scales + (i64(row) * in_row + column) * bytes_of(S), wanted);
     if constexpr (V.zero)
       load_if<false, D::WORDS>(zero_words[r], qzeros + ((i64(row) * tiles + tile) * 8 + g) * D::WORDS, wanted);
   };
@@ -80,10 +98,10 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   // The first loads of W wait neither for x nor for the kernel before.
   aim();
 #pragma unroll
-  for (int i = 0; i < DEPTH; i++) fetch_slice(i, next + i < end);
+  for (int i = 0; i < DEPTH; i++) fetch_slice(i, next + i < next_end);
   if constexpr (V.run != 0) {
 #pragma unroll
-    for (int r = 0; r < RUNS; r++) fetch_scale(r, next_tile, next + r * R, next + r * R < end);
+    for (int r = 0; r < RUNS; r++) fetch_scale(r, next_tile, next + r * R, next + r * R < next_end);
   }
   advance();
 
@@ -91,101 +109,124 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   // This lane's token in pairs of channels; one beyond m reads the last token and is dropped.
   const u32* row = reinterpret_cast<const u32*>(x + min(g, m - 1) * ldx) + t;
 
-  float* sums = reinterpret_cast<float*>(shared); // [2][warps][m][RED]
+  float* sums = reinterpret_cast<float*>(shared); // [2][MATRICES][parts][m][RED]
   const int tokens = m / rows_of_token(Y);
   const Output out{y, ldy, tokens, n, bias, Dtype(bias_type), residual, ld_residual, each};
-  const Factor factor{factors, n, columns, {part1, part2, part3}};
-  auto finish = [&](int token, int column, float sum) {
-    if constexpr (V.factor) sum *= factor.of<F>(column);
+  const Output up_out{y, ldy, tokens, n, up_bias, Dtype(up_bias_type)};
+  auto scaled = [&](const void* factors, int token, int column, float sum) {
+    if constexpr (V.factor) sum *= Factor{factors, n, columns, {part1, part2, part3}}.template of<F>(column);
     if constexpr (Y == Dtype::f32) sum *= row_factors[token];
-    out.store<Y>(token, column, sum);
+    return sum;
+  };
+  auto finish = [&](int e, int tile, const float (&sum)[MATRICES]) {
+    const int token = e / 64, column = tile * 64 + e % 64;
+    const float alone = scaled(factors, token, column, sum[0]);
+    if constexpr (!V.pair) {
+      out.store<Y>(token, column, alone);
+    } else {
+      const float gate = nearest<Y>(alone + out.bias_at(column));
+      const float times = nearest<Y>(scaled(up_factors, token, column, sum[1]) + up_out.bias_at(column));
+      out.put<Y>(token, column, __fmul_rn(silu(gate), times));
+    }
+  };
+  auto partial = [&](int split, int matrix, int e, int tile) {
+    return scratch + (i64(split * MATRICES + matrix) * tokens + e / 64) * (count * 64) + tile * 64 + e % 64;
   };
   int parity = 0;
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
-    float total[4][4] = {};
-    if constexpr (V.run == 0 && !V.block) fetch_scale(0, tile, 0, true);
-    for (int slice = begin; slice < end; slice += DEPTH) {
+  for (int tile = blockIdx.x; tile < count; tile += gridDim.x, parity ^= 1) {
+#pragma unroll 1
+    for (int i = 0; i < PARTS; i++) {
+      const int begin = i ? middle : first, end = i ? last : middle;
+      float total[4][4] = {};
+      if constexpr (V.run == 0 && !V.block) fetch_scale(0, tile, 0, true);
+      for (int slice = begin; slice < end; slice += DEPTH) {
 #pragma unroll
-      for (int r = 0; r < RUNS; r++) {
-        const bool more = next_tile < tiles && (R == DEPTH || next + r * R < end);
-        const bool work = R == DEPTH || slice + r * R < end; // else x counts as zeros, as it does beyond k
-        u32 b[R][2];
+        for (int r = 0; r < RUNS; r++) {
+          const bool more = next_tile < count && (R == DEPTH || next + r * R < next_end);
+          const bool work = R == DEPTH || slice + r * R < end; // else x counts as zeros, as it does beyond k
+          u32 b[R][2];
 #pragma unroll
-        for (int i = 0; i < R; i++)
+          for (int i = 0; i < R; i++)
 #pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const int p = (slice + r * R + i) * 16 + 8 * h;
-            b[i][h] = load_or_zero(row + p / 2, p + 2 * t < (work ? k : 0));
-          }
-        float group_sum[4][4] = {};
-        auto& sum = V.run && !EXACT ? group_sum : total;
-        u32 by[4][2];
-        if constexpr (EXACT) Scaled<Element(V.element), T, S>::rows(scale[r].word, by);
-        Zero low[4], high[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          low[j] = high[j] = D::fixed();
-          if constexpr (V.zero) D::zeros(zero_words[V.run ? r : 0], j, low[j], high[j]);
-        }
-#pragma unroll
-        for (int i = r * R; i < r * R + R; i++) {
+            for (int h = 0; h < 2; h++) {
+              const int p = (slice + r * R + i) * 16 + 8 * h;
+              b[i][h] = load_or_zero(row + p / 2, p + 2 * t < (work ? k : 0));
+            }
+          float group_sum[4][4] = {};
+          auto& sum = V.run && !EXACT ? group_sum : total;
+          u32 by[4][2];
+          if constexpr (EXACT) Scaled<Element(V.element), T, S>::rows(scale[r].word, by);
+          Zero low[4], high[4];
 #pragma unroll
           for (int j = 0; j < 4; j++) {
-            u32 a[4];
-            if constexpr (EXACT) {
-              D::raw(&q[i][j * D::WORDS], a);
-              Scaled<Element(V.element), T, S>::block(a, by[j][0], by[j][1]);
-            } else {
-              D::block(&q[i][j * D::WORDS], low[j], high[j], a);
+            low[j] = high[j] = D::fixed();
+            if constexpr (V.zero) D::zeros(zero_words[V.run ? r : 0], j, low[j], high[j]);
+          }
+#pragma unroll
+          for (int i = r * R; i < r * R + R; i++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+              u32 a[4];
+              if constexpr (EXACT) {
+                D::raw(&q[i][j * D::WORDS], a);
+                Scaled<Element(V.element), T, S>::block(a, by[j][0], by[j][1]);
+              } else {
+                D::block(&q[i][j * D::WORDS], low[j], high[j], a);
+              }
+              mma<T>(sum[j], a, b[i - r * R][0], b[i - r * R][1]);
             }
-            mma<T>(sum[j], a, b[i - r * R][0], b[i - r * R][1]);
+            fetch_slice(i, more);
           }
-          fetch_slice(i, more);
-        }
-        if constexpr (V.run != 0) {
-          if (!EXACT && work) {
+          if constexpr (V.run != 0) {
+            if (!EXACT && work) {
 #pragma unroll
-            for (int j = 0; j < 4; j++)
+              for (int j = 0; j < 4; j++)
 #pragma unroll
-              for (int c = 0; c < 4; c++)
-                total[j][c] = fmaf(scale[r].at(2 * j + c / 2), group_sum[j][c], total[j][c]);
+                for (int c = 0; c < 4; c++)
+                  total[j][c] = fmaf(scale[r].at(2 * j + c / 2), group_sum[j][c], total[j][c]);
+            }
+            fetch_scale(r, next_tile, next + r * R, more);
           }
-          fetch_scale(r, next_tile, next + r * R, more);
         }
+        advance();
       }
-      advance();
-    }
 
-    float* mine = sums + (parity * warps + warp) * m * RED;
+      float* mine = sums + ((parity * MATRICES + up) * parts + own + i) * m * RED;
 #pragma unroll
-    for (int j = 0; j < 4; j++)
+      for (int j = 0; j < 4; j++)
 #pragma unroll
-      for (int c = 0; c < 4; c++) {
-        const int token = 2 * t + c % 2;
-        float v = total[j][c];
-        if constexpr (V.run == 0 && !V.block) v *= scale[0].at(2 * j + c / 2);
-        if constexpr (EXACT) v *= Scaled<Element(V.element), T, S>::UP;
-        if (token < m) mine[token * RED + 16 * j + 8 * (c / 2) + g] = v;
-      }
+        for (int c = 0; c < 4; c++) {
+          const int token = 2 * t + c % 2;
+          float v = total[j][c];
+          if constexpr (V.run == 0 && !V.block) v *= scale[0].at(2 * j + c / 2);
+          if constexpr (EXACT) v *= Scaled<Element(V.element), T, S>::UP;
+          if (token < m) mine[token * RED + 16 * j + 8 * (c / 2) + g] = v;
+        }
+    }
     __syncthreads();
     for (int e = threadIdx.x; e < tokens * 64; e += blockDim.x) {
-      const int token = e / 64, column = tile * 64 + e % 64;
-      float v = 0;
-      for (int w = 0; w < warps; w++)
+      float sum[MATRICES] = {};
 #pragma unroll
-        for (int r = 0; r < rows_of_token(Y); r++)
-          v += sums[((parity * warps + w) * m + token * rows_of_token(Y) + r) * RED + e % 64];
-      if (gridDim.y == 1)
-        finish(token, column, v);
-      else
-        scratch[(i64(blockIdx.y) * tokens + token) * n_padded + column] = v;
+      for (int i = 0; i < MATRICES; i++)
+        for (int w = 0; w < parts; w++)
+#pragma unroll
+          for (int r = 0; r < rows_of_token(Y); r++)
+            sum[i] +=
+                sums[(((parity * MATRICES + i) * parts + w) * m + e / 64 * rows_of_token(Y) + r) * RED + e % 64];
+      if (gridDim.y == 1) {
+        finish(e, tile, sum);
+      } else {
+#pragma unroll
+        for (int i = 0; i < MATRICES; i++) *partial(blockIdx.y, i, e, tile) = sum[i];
+      }
     }
     if (gridDim.y > 1 && last_to_arrive(counters + tile, gridDim.y))
       for (int e = threadIdx.x; e < tokens * 64; e += blockDim.x) {
-        const int token = e / 64, column = tile * 64 + e % 64;
-        float v = 0;
-        for (int s = 0; s < int(gridDim.y); s++) v += __ldcg(scratch + (i64(s) * tokens + token) * n_padded + column);
-        finish(token, column, v);
+        float sum[MATRICES] = {};
+        for (int s = 0; s < int(gridDim.y); s++)
+#pragma unroll
+          for (int i = 0; i < MATRICES; i++) sum[i] += __ldcg(partial(s, i, e, tile));
+        finish(e, tile, sum);
       }
   }
 }

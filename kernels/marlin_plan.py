@@ -22,7 +22,7 @@ from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 from ..formats.errors import UnsupportedError
 from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
-from .launch import Device, Plan, Stage
+from .launch import At, Device, Part, Plan, Stage
 from .marlin_hopper_plan import Wgmma
 
 Spec = Mapping[str, Any]
@@ -122,17 +122,32 @@ def _variant(spec: Spec, x_dtype: str, run: int, *shape: int) -> tuple[int, ...]
     return *types, *kind, *shape
 
 
-def _args(spec: Spec, rows: int, gathered: bool) -> tuple[str | int, ...]:
+def _tensors(part: Part, prefix: str = "") -> tuple[str | At, ...]:
+    """Where a part's codes, scales, zero points, factors and bias begin."""
+    spec = part.spec
+    names = ("qweight", "scales", "qzeros", scales.factors(spec), "bias")
+    if not part.first:
+        return tuple(prefix + name for name in names)
+    bits = ELEMENTS[spec["element"]].bits
+    column = {"qweight": 16 * bits, "scales": 8 * SCALE_DTYPES[spec["scale"]].itemsize, "qzeros": bits}  # bits of each
+    if spec["bias"]:
+        column["bias"] = 8 * SCALE_DTYPES[spec["bias"]].itemsize
+    return tuple(At(prefix + name, part.first * column.get(name, 0) // 8) for name in names)
+
+
+def _bias_type(spec: Spec) -> int:
+    return list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
+
+
+def _args(part: Part, rows: int, gathered: bool) -> tuple[str | int | At, ...]:
     """What both kernels begin with; gathered rows are k_padded long."""
     x, k, ldx = ("gathered", "k_padded", "ld_gathered") if gathered else ("x", "k", "ldx")
-    bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
-    factors = scales.factors(spec)
-    operands = ("qweight", "scales", "qzeros", factors, "bias", x, "y", "residual", "factors", "scratch", "counters")
-    extents = (rows, "n", k, "n_padded", "k_padded", "group", ldx, "ldy", "ld_residual", "each")
-    return (*operands, *extents, bias_type, *scales.args(spec))
+    operands = (*_tensors(part), x, "y", "residual", "factors", "scratch", "counters")
+    extents = (rows, part.n, k, "n_padded", "k_padded", "group", ldx, "ldy", "ld_residual", "each")
+    return (*operands, *extents, _bias_type(part.spec), *scales.args(part.spec))
 
 
-def _rows(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool) -> tuple[int, Stage | None]:
+def rows_read(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool) -> tuple[int, Stage | None]:
     """How many rows kernels multiply, and the launch before that makes them where those of x cannot be read."""
     if x_dtype == "f32":
         return 2 * m, _pairs(spec, m, device)
@@ -188,23 +203,30 @@ def choose_decode(spec: Spec, device: Device) -> Decode:
     return Decode(warps, splits, -(-tiles // waves))
 
 
-def _decode(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | None, d: Decode) -> Plan:
-    tiles = spec["n_padded"] // 64
+def decode(
+    part: Part, rows: int, device: Device, x_dtype: str, before: Stage | None, d: Decode, up: Part | None = None
+) -> Plan:
+    """The launches of marlin_decode; with ``up`` of a pair, whose first matrix is ``part``."""
+    spec, tiles = part.spec, -(-part.n // 64) if up else part.spec["n_padded"] // 64
+    second = (*_tensors(up or part, "up."), _bias_type((up or part).spec))
+    # A pair has eight warps or more, and k in as many parts as one matrix has.
+    warps, matrices = (max(8, d.warps), 2) if up else (d.warps, 1)
+    buffers = 1 if d.columns >= tiles else 2
     stage = Stage(
         kernel="marlin_decode",
-        variant=_variant(spec, x_dtype, _decode_run(spec)),
+        variant=_variant(spec, x_dtype, _decode_run(spec), 2 * d.warps // warps if up else 0),
         target=f"sm_{device.arch}",
         grid=(d.columns, d.splits, 1),
-        block=32 * d.warps,
-        shared=(1 if d.columns >= tiles else 2) * d.warps * rows * 68 * 4,
-        args=_args(spec, rows, before is not None),
+        block=32 * warps,
+        shared=buffers * matrices * d.warps * rows * 68 * 4,
+        args=(*_args(part, rows, before is not None), *second),
         overlap=device.overlaps,
     )
     cut = d.splits > 1
     return Plan(
         (before, stage) if before else (stage,),
         f"{d}: at m <= {DECODE_TOKENS} the time is that of reading the weights once",
-        scratch=4 * d.splits * rows * spec["n_padded"] if cut else 0,
+        scratch=4 * d.splits * matrices * rows * tiles * 64 if cut else 0,
         counters=tiles if cut else 0,
         rejected=(("tiled", f"its smallest tile has 16 tokens, this has {rows}"),),
     )
@@ -293,7 +315,7 @@ def _tiled(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | 
         grid=(blocks if waves else streams, 1, 1),
         block=256,
         shared=t.shared,
-        args=(*_args(spec, rows, before is not None), down, steps, waves, streams),
+        args=(*_args(Part(spec, 0, spec["n"]), rows, before is not None), down, steps, waves, streams),
         overlap=device.overlaps,
     )
     cut = streams > rest
@@ -305,7 +327,7 @@ def _tiled(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | 
     )
 
 
-def _supported(spec: Spec, device: Device, x_dtype: str) -> None:
+def check_supported(spec: Spec, device: Device, x_dtype: str) -> None:
     if device.arch < 80:
         raise UnsupportedError(
             "no Marlin kernel for this GPU", found=f"sm_{device.arch}", need="sm_80 or newer", do="dequantize instead"
@@ -345,10 +367,10 @@ def plan(
     ``numerics`` is one of ``numerics(spec)``, None for the first. Raises ``UnsupportedError`` where no kernel of ours
     runs.
     """
-    _supported(spec, device, x_dtype)
+    check_supported(spec, device, x_dtype)
     if m == 0:
         return Plan((), "no rows")
-    rows, before = _rows(spec, m, device, x_dtype, aligned)
+    rows, before = rows_read(spec, m, device, x_dtype, aligned)
     if variant is None and rows <= DECODE_TOKENS and not batch_invariant:
         variant = choose_decode(spec, device)
     rejected: tuple[tuple[str, str], ...] = ()
@@ -359,18 +381,24 @@ def plan(
     if isinstance(variant, Decode):
         if spec["k"] % 2:
             before = before or _gather(spec, m, device)
-        made = _decode(spec, rows, device, x_dtype, before, variant)
+        made = decode(Part(spec, 0, spec["n"]), rows, device, x_dtype, before, variant)
     elif isinstance(variant, Wgmma):
         made = hopper.launch(spec, m, device, x_dtype, before, variant)
     else:
         made = _tiled(spec, rows, device, x_dtype, before, variant)
+    return replace(with_rows(made, spec, m, x_dtype), rejected=rejected or made.rejected)
+
+
+def with_rows(made: Plan, spec: Spec, m: int, x_dtype: str) -> Plan:
+    """A plan with the memory that the rows of its first stage take."""
+    if len(made.stages) == 1:
+        return made
     split = x_dtype == "f32"
     return replace(
         made,
         why=made.why + PAIRED if split else made.why,
-        gathered=2 * rows * spec["k_padded"] if before else 0,
+        gathered=2 * m * spec["k_padded"] * (2 if split else 1),
         factors=4 * m if split else 0,
-        rejected=rejected or made.rejected,
     )
 
 
@@ -387,7 +415,7 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
     )
     for spec, x_dtype in every:
         fitting = [t for t in TILES if refuse_tile(spec, device, x_dtype, t) is None]
-        rows = [("marlin_decode", _variant(spec, x_dtype, _decode_run(spec)))]
+        rows = [("marlin_decode", _variant(spec, x_dtype, _decode_run(spec), pair)) for pair in (0, 1, 2)]
         rows += [
             ("marlin_tiled", _variant(spec, x_dtype, _run(spec, 4), t.blocks, t.columns, t.wn, t.wm)) for t in fitting
         ]

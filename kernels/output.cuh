@@ -12,6 +12,15 @@ DEVICE float nearest(float v) {
     return to_float<T>(from_float<T>(v));
 }
 
+// Number i of an array of type T.
+template <Dtype T>
+DEVICE float load(const void* from, i64 i) {
+  if constexpr (T == Dtype::f32)
+    return static_cast<const float*>(from)[i];
+  else
+    return to_float<T>(static_cast<const u16*>(from)[i]);
+}
+
 // y, bias and residual of a product; T below is y's type.
 struct Output {
   u16* y;
@@ -26,9 +35,8 @@ struct Output {
   // The bias of a real column, 0 where there is none.
   DEVICE float bias_at(int column) const {
     if (bias == nullptr || column >= n) return 0;
-    if (bias_type == Dtype::f32) return static_cast<const float*>(bias)[column];
-    const u16 bits = static_cast<const u16*>(bias)[column];
-    return bias_type == Dtype::f16 ? to_float<Dtype::f16>(bits) : to_float<Dtype::bf16>(bits);
+    if (bias_type == Dtype::f32) return load<Dtype::f32>(bias, column);
+    return bias_type == Dtype::f16 ? load<Dtype::f16>(bias, column) : load<Dtype::bf16>(bias, column);
   }
   // A sum and its bias -> what is left to round; `plus` is the bias.
   template <Dtype T>
@@ -37,11 +45,7 @@ struct Output {
     sum += plus;
     if (residual == nullptr || token >= m || column >= n) return sum;
     if (each) sum = nearest<T>(sum);
-    const i64 at = token * ld_residual + column;
-    if constexpr (T == Dtype::f32)
-      return sum + static_cast<const float*>(residual)[at];
-    else
-      return sum + to_float<T>(static_cast<const u16*>(residual)[at]);
+    return sum + load<T>(residual, token * ld_residual + column);
   }
   // Two neighbouring tokens of a column as a pair.
   template <Dtype T>
@@ -51,8 +55,11 @@ struct Output {
   }
   template <Dtype T>
   DEVICE void store(int token, int column, float sum) const {
+    put<T>(token, column, ended<T>(sum, bias_at(column), token, column));
+  }
+  template <Dtype T>
+  DEVICE void put(int token, int column, float v) const {
     if (token >= m || column >= n) return;
-    const float v = ended<T>(sum, bias_at(column), token, column);
     if constexpr (T == Dtype::f32)
       reinterpret_cast<float*>(y)[token * ldy + column] = v;
     else

@@ -77,13 +77,14 @@ def _cast(name: str) -> Any:
     import cupy
 
     bf16 = "unsigned int u = __float_as_uint(x); u = x != x ? 0x7FC0 : (u + 0x7FFF + ((u >> 16) & 1)) >> 16;"
+    f16 = 'short h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x)); asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(h));'
     inputs, output, body = {
         "f16 to f32": ("float16 x", "float32 y", "y = x"),
         "bf16 to f32": ("uint16 x", "float32 y", "y = __uint_as_float((unsigned int)x << 16)"),
         "f32 to f32": ("float32 x", "float32 y", "y = x"),
         "f32 to f16": ("float32 x", "float16 y", "y = x"),
         "f32 to bf16": ("float32 x", "uint16 y", f"{bf16} y = u"),
-        "f32 through f16": ("float32 x", "float32 y", "y = float16(x)"),
+        "f32 through f16": ("float32 x", "float32 y", f16),
         "f32 through bf16": ("float32 x", "float32 y", f"{bf16} y = __uint_as_float(u << 16)"),
         "f16 added": ("float16 x", "float32 y", "y += float(x)"),
         "bf16 added": ("uint16 x", "float32 y", "y += __uint_as_float((unsigned int)x << 16)"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -22,7 +23,7 @@ from .cublas import Cublas
 from .dense import BITS, Dense, multiply, view
 from .launch import Bound, describe
 from .load import Uploader
-from .product import Product, Quantized
+from .product import Pair, Product, Quantized
 from .ready import Ready
 from .scratch import Lane, Lanes, capture_id, on
 
@@ -95,9 +96,16 @@ class Cuda:
         return self.ready.weight_bytes
 
     def linear(self, p: Product) -> Any:
-        self._at_home(p.module.name, p.kind, x=p.x, out=p.out, residual=p.residual)
+        return self._around(p, p.out, self._product)
+
+    def swiglu(self, p: Pair) -> Any:
+        return self._around(p.gate, p.out, partial(self._pair, up=p.up))
+
+    def _around(self, p: Product, out: Operand | None, work: Callable[[Product, Operand, int], None]) -> Any:
+        """``work(p, out, stream)`` with operands on this device, and its result where the caller wants it."""
+        self._at_home(p.module.name, p.kind, x=p.x, out=out, residual=p.residual)
         with current(self.index):
-            stream, x, out, result = p.kind.stream(self.index), p.x, p.out, None
+            stream, x, result = p.kind.stream(self.index), p.x, None
             if p.quantized is not None and p.quantized.lane is not self._lanes.of(stream):
                 raise ValueError(
                     f"{p.module.name}: x was quantized on another stream or graph capture; call quantize() on this one"
@@ -107,9 +115,9 @@ class Cuda:
                 out = p.kind.target(result)
             if x.rows and p.module.n:
                 if x.device is None:
-                    self._through_host(p, out, stream)
+                    self._through_host(p, out, stream, work)
                 else:
-                    self._product(p, out, stream)
+                    work(p, out, stream)
             return out.owner if result is None else p.kind.deliver(result, x.owner)
 
     def _at_home(self, name: str, kind: Kind, **operands: Operand | None) -> None:
@@ -136,7 +144,9 @@ class Cuda:
             self._lanes.settle(lane)
             return handle
 
-    def _through_host(self, p: Product, out: Operand, stream: int) -> None:
+    def _through_host(
+        self, p: Product, out: Operand, stream: int, work: Callable[[Product, Operand, int], None]
+    ) -> None:
         """numpy in, numpy out: both copied through the lane's staging memory; returns when the result is there."""
         from cupy.cuda import runtime
 
@@ -146,7 +156,7 @@ class Cuda:
             x = p.x if p.quantized is not None else self._sent(p.module.name, "x", p.x, lane, stream)
             back = Operand(lane.buffer("host y", m * n * x.item), (m, n), (n, 1), x.dtype, self.index, lane)
             added = None if p.residual is None else self._sent(p.module.name, "residual", p.residual, lane, stream)
-            self._product(replace(p, x=x, residual=added), back, stream)
+            work(replace(p, x=x, residual=added), back, stream)
             result = np.empty((m, n), ACTIVATIONS[x.dtype])
             runtime.memcpyAsync(result.ctypes.data, back.pointer, result.nbytes, runtime.memcpyDeviceToHost, stream)
             runtime.streamSynchronize(stream)
@@ -174,6 +184,28 @@ class Cuda:
         lane = self._lanes.of(stream)
         with lane.lock:
             self._rows(replace(p, x=_packed(p.x, lane, stream)), out, stream)
+        self._lanes.settle(lane)
+
+    def _pair(self, gate: Product, out: Operand, stream: int, up: Product) -> None:
+        """silu of one product times the other: one launch, or two products and a third."""
+        lane, x = self._lanes.of(stream), gate.x
+        with lane.lock:
+            if x.row_stride is None:
+                x = _packed(x, lane, stream)
+            for start in range(0, x.rows, ROWS):
+                part, to = _slice(x, start), _slice(out, start)
+                operands = {"x": part.pointer, "ldx": part.row_stride or 0, "y": to.pointer, "ldy": to.row_stride or 0}
+                bound = self.ready.pair(gate.module, up.module, x.dtype, part.rows, part.aligned, stream)
+                if bound is not None:
+                    expert = gate.expert if gate.module.expert is None else gate.module.expert
+                    _launch(bound, stream, operands, expert or 0, lane)
+                    continue
+                shape = m, n = part.rows, gate.module.n
+                for name, one in (("gate", gate), ("up", up)):
+                    operands[name] = lane.buffer(f"{name} product", m * n * x.item)
+                    made = Operand(operands[name], shape, (n, 1), x.dtype, self.index, lane)
+                    self._product(replace(one, x=part), made, stream)
+                self.ready.gating(m, n, x.dtype, stream).launch(stream, operands, 0, None)
         self._lanes.settle(lane)
 
     def _part(self, p: Product, out: Operand, stream: int) -> None:
@@ -251,12 +283,15 @@ class Cuda:
         plan = self.ready.plan(module, m, dtype, module.k % 8 == 0, numerics)
         if isinstance(plan, str):
             return (f"cuBLAS, decoded on the device once, fp32 accumulation: {plan}",)
-        stages = [f"stage {i}: {describe(stage)}" for i, stage in enumerate(plan.stages, 1)]
-        memory = f"scratch {plan.scratch} B, gathered x {plan.gathered} B, {plan.counters} counters"
-        if plan.quantizes:
-            memory += f", x as {plan.quantizes} {plan.quantized + plan.factors} B"
-        rejected = [f"not {what}: {why}" for what, why in plan.rejected]
-        return (*stages, f"why: {plan.why}", memory, *rejected)
+        return _told(plan)
+
+    def explain_pair(self, gate: Module, up: Module, m: int, dtype: str) -> tuple[str, ...]:
+        plan = self.ready.plan_pair(gate, up, m, dtype, gate.k % 8 == 0)
+        if isinstance(plan, str):
+            lines = (self.explain(self.catalog.stored(one), m, dtype, None) for one in (gate, up))
+            told = (f"{one.name}: {line[0]}" for one, line in zip((gate, up), lines, strict=True))
+            return (f"two products, then silu of the first times the second: {plan}", *told)
+        return _told(plan)
 
     def load(self, modules: Sequence[Module]) -> None:
         with current(self.index):
@@ -292,6 +327,23 @@ class Cuda:
                 self._product(Product(module, kind, source, None, expert, numerics), target, stream)
             cupy.cuda.get_current_stream().synchronize()
 
+    def prepare_pairs(self, pairs: Sequence[tuple[Module, Module]], ms: Sequence[int], dtypes: Sequence[str]) -> None:
+        """As ``prepare``, after it."""
+        import cupy
+
+        kind = CupyKind()
+        for (gate, up), m, dtype in product(pairs, ms, dtypes):
+            with current(self.index):
+                x, y = (cupy.zeros((min(m, ROWS), width), BITS[dtype]) for width in (gate.k, gate.n))
+                source, target = (replace(kind.operand(array), dtype=dtype) for array in (x, y))
+                both = (Product(one, kind, source, None, 0 if one.experts else None) for one in (gate, up))
+                if m:
+                    for aligned in (False, True):
+                        self.ready.pair(gate, up, dtype, x.shape[0], aligned, None)
+                    self.ready.gating(x.shape[0], gate.n, dtype, None)
+                    self._pair(next(both), target, kind.stream(self.index), up=next(both))
+                    cupy.cuda.get_current_stream().synchronize()
+
     def release(self) -> None:
         with current(self.index):
             self._lanes.trim(0)
@@ -303,6 +355,16 @@ class Cuda:
             cupy.cuda.runtime.deviceSynchronize()
             self.ready.close()
             self._lanes.clear()
+
+
+def _told(plan: plans.Plan) -> tuple[str, ...]:
+    """A plan in words."""
+    stages = [f"stage {i}: {describe(stage)}" for i, stage in enumerate(plan.stages, 1)]
+    memory = f"scratch {plan.scratch} B, gathered x {plan.gathered} B, {plan.counters} counters"
+    if plan.quantizes:
+        memory += f", x as {plan.quantizes} {plan.quantized + plan.factors} B"
+    rejected = [f"not {what}: {why}" for what, why in plan.rejected]
+    return (*stages, f"why: {plan.why}", memory, *rejected)
 
 
 def _launch(bound: Bound, stream: int, operands: dict[str, int], expert: int, lane: Lane) -> None:

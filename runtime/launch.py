@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.launch import Plan, Stage
+from ..kernels.launch import At, Plan, Stage
 from .build import compile as build_cubin
 from .cubin import Cubin
 from .load import Weights
@@ -19,7 +19,7 @@ from .scratch import Lane
 STATIC_SHARED = 48 << 10
 """Bytes of shared memory a kernel gets without opting in."""
 
-CALLERS = ("x", "y", "residual", "ldx", "ldy", "ld_residual", "each")
+CALLERS = ("x", "y", "residual", "ldx", "ldy", "ld_residual", "each", "gate", "up")
 OPERANDS = (*CALLERS, "scratch", "counters", "gathered", "quantized", "factors")
 """Arguments that change from call to call."""
 
@@ -238,7 +238,8 @@ def _prepare(stage: Stage, scalars: Mapping[str, int], weights: Weights, functio
     base = ctypes.addressof((ctypes.c_char * len(storage)).from_buffer(storage))
     addresses = (ctypes.c_void_p * max(count, 1))(*(base + 8 * i for i in range(count)))
     patched, stacked, map_ = [], [], None
-    for i, arg in enumerate(stage.args):
+    for i, named in enumerate(stage.args):
+        arg, offset = (named.name, named.offset) if isinstance(named, At) else (named, 0)
         if arg in MAPS:
             assert isinstance(arg, str)
             assert stage.box is not None
@@ -249,9 +250,10 @@ def _prepare(stage: Stage, scalars: Mapping[str, int], weights: Weights, functio
         elif isinstance(arg, int) or arg in scalars:
             words[i] = (arg if isinstance(arg, int) else scalars[arg]) & 0xFFFFFFFF
         else:
-            words[i] = weights.pointers.get(arg, 0)
+            pointer = weights.pointers.get(arg)
+            words[i] = 0 if pointer is None else pointer + offset
             if weights.steps.get(arg, 0):
-                stacked.append((i, weights.pointers[arg], weights.steps[arg]))
+                stacked.append((i, words[i], weights.steps[arg]))
     keep = (storage, addresses, weights)
     pointer, config = ctypes.addressof(addresses), _overlapping(stage) if stage.overlap else None
     return _Prepared(stage, function, words, tuple(patched), tuple(stacked), pointer, keep, map_, config)

@@ -69,6 +69,15 @@ class Product:
     rounding: str = "once"
 
 
+@dataclass(frozen=True)
+class Pair:
+    """y = silu(x @ G.T) * (x @ U.T), all of it checked: both products have the same x, and no ``out`` of their own."""
+
+    gate: Product
+    up: Product
+    out: Operand | None = None
+
+
 def check_numerics(module: Module, numerics: str | None) -> None:
     """Raises ValueError for a name that is none, UnsupportedError where the module's layout cannot do it."""
     if numerics is None:

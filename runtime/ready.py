@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ..kernels import launch as plans
 from ..kernels import layouts
 from ..kernels.quantize import padded
 from ..kernels.quantize import stage as quantizing
+from ..kernels.swiglu import stage as silu_stage
 from .arrays import Operand
 from .catalog import Catalog, Module
 from .cublas import Cublas
@@ -42,7 +44,8 @@ class Ready:
         self._weights: dict[str, Weights] = {}
         self._dense: dict[tuple[str, str], Dense] = {}
         self._bound: dict[tuple[Any, ...], Bound | Dense] = {}
-        self._quantizers: dict[tuple[Any, ...], Bound] = {}
+        self._pairs: dict[tuple[Any, ...], Bound | None] = {}
+        self._others: dict[tuple[Any, ...], Bound] = {}
 
     @property
     def weight_bytes(self) -> int:
@@ -75,8 +78,7 @@ class Ready:
                     "no batch-invariant product: cuBLAS would choose its order of adding by m",
                     tensor=module.name, found=plan, do="open a session without batch_invariant for it",
                 )  # fmt: skip
-            stages = () if isinstance(plan, str) else plan.stages
-            if not stages or module.name not in self._weights or not all(map(self.kernels.has, stages)):
+            if not self._warm(plan, (module,), dtype):
                 self._refuse_cold(module.name, m, stream)
             with allocating():
                 if len(self._bound) >= BOUND_LIMIT:
@@ -85,20 +87,74 @@ class Ready:
                 self._bound[key] = made
                 return made
 
-    def _refuse_cold(self, name: str, m: int, stream: int | None) -> None:
+    def _warm(self, plan: plans.Plan | str, modules: Sequence[Module], dtype: str) -> bool:
+        """Whether nothing needs to be uploaded, decoded or compiled."""
+        if isinstance(plan, str):
+            return all((module.name, dtype) in self._dense for module in modules)
+        return all(module.name in self._weights for module in modules) and all(map(self.kernels.has, plan.stages))
+
+    def _refuse_cold(self, name: str, m: int, stream: int | None, more: str = "") -> None:
         """Refuse to upload or compile where that would break a capture."""
         if stream is not None and capture_id(stream) is not None:
             raise RuntimeError(
                 f"{name}: not ready for m={m} inside a graph capture; "
-                f"call session.prepare({m}) before the capture begins"
+                f"call session.prepare({m}{more}) before the capture begins"
             )
 
     def bind(self, module: Module, m: int, plan: plans.Plan) -> Bound:
         """A plan with the module's weights, uploaded if they are not, and m in place."""
+        return Bound(module.name, plan, self._scalars(module, m), self.resident(module), self.kernels)
+
+    def _scalars(self, module: Module, m: int) -> dict[str, int]:
         spec = self.catalog.artifact.modules[module.name]
         extents = {name: value for name, value in spec.items() if type(value) is int}
-        scalars = {**extents, "m": m, "ld_gathered": spec["k_padded"]}
-        return Bound(module.name, plan, scalars, self.resident(module), self.kernels)
+        return {**extents, "m": m, "ld_gathered": spec["k_padded"]}
+
+    def pair(self, gate: Module, up: Module, dtype: str, m: int, aligned: bool, stream: int | None) -> Bound | None:
+        """The bound plan of a pair, None where it is two products."""
+        key = gate.name, up.name, dtype, m, aligned
+        with self._lock:
+            if key not in self._pairs:
+                if len(self._pairs) >= BOUND_LIMIT:
+                    self._pairs.clear()
+                self._pairs[key] = self._make_pair(gate, up, dtype, m, aligned, stream)
+            return self._pairs[key]
+
+    def _make_pair(
+        self, gate: Module, up: Module, dtype: str, m: int, aligned: bool, stream: int | None
+    ) -> Bound | None:
+        plan, stored = self.plan_pair(gate, up, m, dtype, aligned), [self.catalog.stored(one) for one in (gate, up)]
+        if isinstance(plan, str):
+            return None
+        name = f"{gate.name} and {up.name}"
+        if not self._warm(plan, stored, dtype):
+            self._refuse_cold(name, m, stream, f", swiglu=[{(gate.name, up.name)}]")
+        with allocating():
+            first, second = map(self.resident, stored)
+            pointers = {**first.pointers, **{f"up.{suffix}": pointer for suffix, pointer in second.pointers.items()}}
+            steps = {**first.steps, **{f"up.{suffix}": step for suffix, step in second.steps.items()}}
+            weights = Weights((first, second), 0, pointers, steps)
+            return Bound(name, plan, {**self._scalars(stored[0], m), "n": gate.n}, weights, self.kernels)
+
+    def plan_pair(self, gate: Module, up: Module, m: int, dtype: str, aligned: bool) -> plans.Plan | str:
+        """The layout's plan for one launch, or why it takes two products."""
+        chosen = None if gate.layout is None else getattr(layouts()[gate.layout], "plan_pair", None)
+        if chosen is None or gate.layout != up.layout:
+            return "no kernel for pairs of these modules"
+        if gate.expert != up.expert:
+            return "they are two experts"
+        if self._invariant:
+            return "its sums depend on m"
+        parts = (self._part(one) for one in (gate, up))
+        try:
+            plan: plans.Plan = chosen(*parts, m, self.facts, dtype, aligned)
+        except UnsupportedError as error:
+            return str(error)
+        return plan
+
+    def _part(self, module: Module) -> plans.Part:
+        spec = self.catalog.artifact.modules[self.catalog.stored(module).name]
+        return plans.Part(spec, module.rows[0] if module.rows else 0, module.n)
 
     def plan(self, module: Module, m: int, dtype: str, aligned: bool, numerics: str | None) -> plans.Plan | str:
         """The layout's plan, or why there is none."""
@@ -158,21 +214,40 @@ class Ready:
 
     def quantizer(self, x: Operand, numerics: str, stream: int | None) -> Bound:
         """The launch that quantises an x of these extents."""
-        m, k, key = x.rows, x.shape[-1], ("", numerics, x.dtype, x.rows, x.shape[-1])
+        m, k = x.rows, x.shape[-1]
+        scalars = {"m": m, "n": 0, "k": k, "k_padded": padded(k)}
+        return self._alone("quantize", ("quantize", numerics, x.dtype, m, k), scalars, stream,
+                           lambda: quantizing(numerics, m, k, self.facts, x.dtype))  # fmt: skip
+
+    def gating(self, m: int, n: int, dtype: str, stream: int | None) -> Bound:
+        """The launch that makes silu(gate) * up of two products."""
+        scalars = {"m": m, "n": n, "k": 0}
+        return self._alone("swiglu", ("swiglu", dtype, m, n), scalars, stream,
+                           lambda: silu_stage(m, n, self.facts, dtype))  # fmt: skip
+
+    def _alone(
+        self,
+        name: str,
+        key: tuple[Any, ...],
+        scalars: dict[str, int],
+        stream: int | None,
+        stage: Callable[[], plans.Stage],
+    ) -> Bound:
+        """A launch that reads no module's tensors."""
         with self._lock:
-            if key not in self._quantizers:
-                stage = quantizing(numerics, m, k, self.facts, x.dtype)
-                if not self.kernels.has(stage):
-                    self._refuse_cold("quantize", m, stream)
-                scalars = {"m": m, "n": 0, "k": k, "k_padded": padded(k)}
+            if key not in self._others:
+                made = stage()
+                if not self.kernels.has(made):
+                    self._refuse_cold(name, scalars["m"], stream)
                 with allocating():
-                    bound = Bound("quantize", plans.Plan((stage,), ""), scalars, Weights(None, 0, {}, {}), self.kernels)
-                self._quantizers[key] = bound
-            return self._quantizers[key]
+                    bound = Bound(name, plans.Plan((made,), ""), scalars, Weights(None, 0, {}, {}), self.kernels)
+                self._others[key] = bound
+            return self._others[key]
 
     def close(self) -> None:
         self._bound.clear()
-        self._quantizers.clear()
+        self._pairs.clear()
+        self._others.clear()
         self._dense.clear()
         self._pool.free_all_blocks()
         self._weights.clear()

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.quantize import KINDS, dequantize, quantize
+from ..kernels.swiglu import swiglu
 from .arrays import ACTIVATIONS, Kind, Operand, borrowed, host_view
 from .catalog import Catalog, Module
-from .product import Product, Quantized
+from .product import Pair, Product, Quantized
 
 Array = NDArray[Any]
 
@@ -37,6 +38,14 @@ class Reference:
 
     def linear(self, p: Product) -> Any:
         _on_host(p.module.name, x=p.x, out=p.out, residual=p.residual)
+        return _delivered(self._product(p), p, p.out)
+
+    def swiglu(self, p: Pair) -> Any:
+        _on_host(p.gate.module.name, x=p.gate.x, out=p.out)
+        return _delivered(swiglu(self._product(p.gate), self._product(p.up)), p.gate, p.out)
+
+    def _product(self, p: Product) -> Array:
+        """y [.., n], rounded."""
         weight, bias = self.catalog.decoded(p.module, expert=p.expert)
         to = ACTIVATIONS[p.x.dtype]
         y = self._multiply(self._values(p), weight)
@@ -44,13 +53,8 @@ class Reference:
             for more in (bias, None if p.residual is None else host_view(p.residual)):
                 if more is not None:
                     y = (y.astype(to).astype(np.float64) if p.rounding == "each" else y) + more.astype(np.float64)
-            rounded = y.astype(to)
-        if p.out is not None:
-            host_view(p.out)[...] = rounded
-            return p.out.owner
-        result = p.kind.empty(y.shape, p.x.dtype, p.x.owner)
-        host_view(p.kind.target(result))[...] = rounded
-        return p.kind.deliver(result, p.x.owner)
+            rounded: Array = y.astype(to)
+        return rounded
 
     def _multiply(self, x: Array, weight: Array) -> Array:
         """x [.., k] @ weight [n, k].T; row by row where no row may depend on how many there are."""
@@ -83,6 +87,12 @@ class Reference:
         x = f" and of x in 8 bits ({numerics})" if numerics in KINDS else ""
         return (f"reference backend: float64 product of the decoded weights{x} on the host, rounded once",)
 
+    def explain_pair(self, gate: Module, up: Module, m: int, dtype: str) -> tuple[str, ...]:
+        return (
+            *self.explain(gate, m, dtype, None),
+            "both rounded, then silu of the first times the second in fp32",
+        )
+
     def load(self, modules: Sequence[Module]) -> None:
         """Nothing to upload."""
 
@@ -91,11 +101,24 @@ class Reference:
     ) -> None:
         """Nothing to compile or allocate."""
 
+    def prepare_pairs(self, pairs: Sequence[tuple[Module, Module]], ms: Sequence[int], dtypes: Sequence[str]) -> None:
+        """Nothing to compile or allocate."""
+
     def release(self) -> None:
         """Nothing is cached."""
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _delivered(y: Array, p: Product, out: Operand | None) -> Any:
+    """y where the caller wants it."""
+    if out is not None:
+        host_view(out)[...] = y
+        return out.owner
+    result = p.kind.empty(y.shape, p.x.dtype, p.x.owner)
+    host_view(p.kind.target(result))[...] = y
+    return p.kind.deliver(result, p.x.owner)
 
 
 def _on_host(name: str, **operands: Operand | None) -> None:

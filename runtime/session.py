@@ -16,7 +16,7 @@ from ..kernels.quantize import KINDS
 from . import arrays
 from .arrays import Kind, Operand
 from .catalog import Catalog, Module
-from .product import Product, Quantized, check_numerics
+from .product import Pair, Product, Quantized, check_numerics
 from .reference import Reference
 
 SCRATCH_LIMIT = 1 << 30
@@ -32,13 +32,18 @@ class Backend(Protocol):
     @property
     def weight_bytes(self) -> int: ...
     def linear(self, product: Product) -> Any: ...
+    def swiglu(self, pair: Pair) -> Any: ...
     def quantize(self, kind: Kind, x: Operand, numerics: str) -> Quantized: ...
     def dequantize(self, module: Module) -> Any: ...
     def tensor(self, name: str) -> Any: ...
     def explain(self, module: Module, m: int, dtype: str, numerics: str | None) -> tuple[str, ...]: ...
     def load(self, modules: Sequence[Module]) -> None: ...
+    def explain_pair(self, gate: Module, up: Module, m: int, dtype: str) -> tuple[str, ...]: ...
     def prepare(
         self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str], numerics: str | None
+    ) -> None: ...
+    def prepare_pairs(
+        self, pairs: Sequence[tuple[Module, Module]], ms: Sequence[int], dtypes: Sequence[str]
     ) -> None: ...
     def release(self) -> None: ...
     def close(self) -> None: ...
@@ -189,6 +194,24 @@ class Session:
         arrays.check(module.name, module.n, module.k, source, target, added)
         return backend.linear(Product(module, kind, source, target, expert, numerics, handle, added, rounding))
 
+    def swiglu(self, gate: str, up: str, x: Any, out: Any = None, expert: int | None = None) -> Any:
+        """silu(x @ G.T) * (x @ U.T), where gate and up name linears of one shape, with their biases.
+
+        Both products are rounded to x's type first; silu and the multiplication are float32, rounded once: the bits of
+        two ``linear`` and ``kernels/swiglu.py``. For a few rows it is one launch, where the layout has a kernel for
+        pairs. Other parameters, result and errors as for ``linear``; ValueError when the two do not fit each other.
+        """
+        backend = self._backend
+        both = self._catalog.module(gate), self._catalog.module(up)
+        for module in both:
+            _check_expert(module, expert)
+        _check_pair(*both)
+        kind = arrays.kind_of(x)
+        source, target = kind.operand(x), _like_x(gate, kind, "out", out)
+        arrays.check(both[0].name, both[0].n, both[0].k, source, target)
+        first, second = (Product(module, kind, source, None, expert) for module in both)
+        return backend.swiglu(Pair(first, second, target))
+
     def quantize(self, x: Any, numerics: str = "int8") -> Quantized:
         """x [.., k] rounded to 8 bits once, on the caller's current stream, for every ``linear`` that reads it.
 
@@ -204,12 +227,21 @@ class Session:
         arrays.check("quantize", 0, source.shape[-1] if source.shape else 1, source, None)
         return backend.quantize(kind, source, numerics)
 
-    def explain(self, name: str, m: int, dtype: str = "float16", numerics: str | None = None) -> Explanation:
-        """Which kernels would multiply an x of m rows, how and why, and what was rejected."""
+    def explain(
+        self, name: str, m: int, dtype: str = "float16", numerics: str | None = None, up: str | None = None
+    ) -> Explanation:
+        """Which kernels would multiply an x of m rows, how and why, and what was rejected; with ``up``, in
+        ``swiglu(name, up, x)``."""
         backend, module = self._backend, self._catalog.module(name)
         check_numerics(module, numerics)
+        m, kind = _extent(m), _activation(dtype)
+        if up is not None:
+            second = self._catalog.module(up)
+            _check_pair(module, second)
+            lines = backend.explain_pair(module, second, m, kind)
+            return Explanation(f"{module.name} and {second.name}", m, module.n, module.k, backend.device, lines)
         stored = self._catalog.stored(module)
-        lines = backend.explain(stored, _extent(m), _activation(dtype), numerics)
+        lines = backend.explain(stored, m, kind, numerics)
         if module.rows is not None:
             first, end = module.rows
             part = f"outputs {first} to {end - 1} of " if module.n < stored.n else ""
@@ -228,14 +260,22 @@ class Session:
         dtype: str | Iterable[str] = ("float16", "bfloat16"),
         names: Iterable[str] | None = None,
         numerics: str | None = None,
+        swiglu: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Upload, compile and allocate for products of m rows, so that a graph capture finds everything in place."""
+        """Upload, compile and allocate for products of m rows, so that a graph capture finds everything in place.
+
+        ``swiglu`` lists the (gate, up) that will be multiplied as pairs; ``names`` then are by default just these.
+        """
         ms = [_extent(value) for value in (m if isinstance(m, Iterable) else [m])]
         dtypes = [_activation(value) for value in ([dtype] if isinstance(dtype, str) else dtype)]
-        modules = self._stored(names)
+        pairs = [(self._catalog.module(gate), self._catalog.module(up)) for gate, up in swiglu]
+        for pair in pairs:
+            _check_pair(*pair)
+        modules = self._stored([one.name for pair in pairs for one in pair] if pairs and names is None else names)
         for module in modules:
             check_numerics(module, numerics)
         self._backend.prepare(modules, ms, dtypes, numerics)
+        self._backend.prepare_pairs(pairs, ms, dtypes)
 
     def _stored(self, names: Iterable[str] | None) -> list[Module]:
         """The modules that hold these linears, each once; all by default."""
@@ -252,6 +292,12 @@ def _like_x(name: str, kind: Kind, what: str, array: Any) -> Operand | None:
     if type(found) is not type(kind):
         raise TypeError(f"{name}: {what} is {found.name}, x is {kind.name}; need the same kind")
     return kind.operand(array)
+
+
+def _check_pair(gate: Module, up: Module) -> None:
+    if (gate.n, gate.k) != (up.n, up.k):
+        found = f"{gate.name} is {gate.n} x {gate.k}, {up.name} {up.n} x {up.k}"
+        raise ValueError(f"{found}; need the same shape")
 
 
 def _check_expert(module: Module, expert: int | None) -> None:

@@ -11,24 +11,24 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-from warptile.kernels.launch import Stage
+from warptile.kernels.launch import At, Stage
 from warptile.runtime.build import GENERATED
 
 COMPILER = shutil.which("g++")
 HOST = Path(__file__).parent / "kernels" / "host"
-SOURCES = ("decode.cuh", "output.cuh", "strips.cuh", "streams.cuh", "gather.cu", "pairs.cu", "quantize.cu")
-KERNELS = ("marlin_decode.cu", "marlin_tiled.cu", "mmq_decode.cu", "mmq_tiled.cu")
+REPLACED = ("mma.cuh", "imma.cuh")
+"""The headers whose place host/ takes."""
 
 
 def sources(here: Path) -> Path:
     """The kernels' sources beside the headers that take the place of mma.cuh and imma.cuh."""
     for name, text in GENERATED.items():
         (here / name).write_text(text())
-    for name in ("mma.cuh", "imma.cuh"):
+    for name in REPLACED:
         (here / name).write_text((HOST / name).read_text())
-    for name in SOURCES + KERNELS:
-        text = files("warptile.kernels").joinpath(name).read_text("utf-8")
-        (here / name).write_text(text.replace("extern __shared__", "extern"))
+    for file in files("warptile.kernels").iterdir():
+        if file.name.endswith((".cu", ".cuh")) and file.name not in REPLACED:
+            (here / file.name).write_text(file.read_text("utf-8").replace("extern __shared__", "extern"))
     return here
 
 
@@ -68,10 +68,11 @@ def run(stage: Stage, memory: Mapping[str, np.ndarray], scalars: Mapping[str, in
     kernel, types = library(stage, folder)
     words = np.zeros(len(stage.args), np.int64)
     for i, (arg, kind) in enumerate(zip(stage.args, types, strict=True)):
+        name, offset = (arg.name, arg.offset) if isinstance(arg, At) else (arg, 0)
         if "*" not in kind:
-            words[i] = arg if isinstance(arg, int) else scalars[arg]
-        elif arg in memory:
-            words[i] = memory[arg].ctypes.data + at.get(arg, 0)
+            words[i] = name if isinstance(name, int) else scalars[name]
+        elif name in memory:
+            words[i] = memory[name].ctypes.data + at.get(name, 0) + offset
     ends = np.array([[t.ctypes.data, t.ctypes.data + t.nbytes] for t in memory.values()], np.int64)
     addresses = words.ctypes.data + 8 * np.arange(len(words))
     given, within = (ctypes.c_void_p(a.ctypes.data) for a in (addresses, ends))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
-from warptile.kernels.launch import Device
+from warptile.kernels.launch import At, Device
 
 H200 = Device(arch=90, sms=132, shared=232448)
 RTX_3090 = Device(arch=86, sms=82, shared=101376)
@@ -20,7 +20,7 @@ def parameters(kernel: str) -> list[str]:
     return ["pointer" if "*" in p else p.split()[0] for p in found.split(",")]
 
 
-def type_of(arg: str | int) -> str:
+def type_of(arg: str | int | At) -> str:
     if isinstance(arg, int) or arg in ("m", "n", "k", "n_padded", "k_padded", "group", "each"):
         return "int"
     return "i64" if arg in ("ldx", "ldy", "ld_residual", "ld_gathered") else "pointer"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from host_kernels import COMPILER, aligned, run, sources
 from linears import ACTIVATION, Case, random_quant, random_x
 from warptile.formats.canonical import QuantTensor, dequantize
 from warptile.kernels import marlin
+from warptile.kernels import swiglu as gated
 from warptile.kernels.epilogue import ROUNDINGS, finish
-from warptile.kernels.launch import Device
+from warptile.kernels.launch import Device, Part, Plan
+from warptile.kernels.marlin_pair_plan import plan_pair
 from warptile.kernels.marlin_plan import Decode, Tiled, plan
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
@@ -39,8 +42,22 @@ def product(
     rounding: str = "once",
 ) -> np.ndarray:
     tensors, spec = marlin.pack(q)
+    made = plan(spec, len(x), DEVICE, TYPES[x.dtype.name], x.shape[1] % 8 == 0, variant)
+    return carried_out(made, tensors, spec, x, folder, expert, residual, rounding)
+
+
+def carried_out(
+    made: Plan,
+    tensors: dict[str, np.ndarray],
+    spec: dict[str, Any],
+    x: np.ndarray,
+    folder: Path,
+    expert: int = 0,
+    residual: np.ndarray | None = None,
+    rounding: str = "once",
+) -> np.ndarray:
+    """y of a plan, whatever was in its memory before."""
     (m, k), flat, wanted = x.shape, marlin.expected({**spec, "experts": None}), marlin.expected(spec)
-    made = plan(spec, m, DEVICE, TYPES[x.dtype.name], k % 8 == 0, variant)
     memory = {suffix: aligned(tensor) for suffix, tensor in tensors.items()}
     memory |= {"x": aligned(x), "y": aligned(np.full((m, spec["n"]), np.nan, x.dtype))}
     memory |= {} if residual is None else {"residual": aligned(residual)}
@@ -50,7 +67,7 @@ def product(
     memory |= {"counters": aligned(np.zeros(made.counters, np.uint32))}
     scalars = {**spec, "m": m, "ldx": k, "ldy": spec["n"], "ld_gathered": spec["k_padded"]}
     scalars |= {"ld_residual": spec["n"], "each": int(rounding == "each")}
-    stacked = {s: wanted[s][1] != flat[s][1] for s in tensors}
+    stacked = {s: s in wanted and wanted[s][1] != flat[s][1] for s in tensors}
     at = {suffix: expert * (memory[suffix].nbytes // 3) for suffix in tensors if stacked[suffix]}
     for stage in made.stages:
         run(stage, memory, scalars, folder, **at)
@@ -152,3 +169,61 @@ def test_float32_rows_keep_22_bits_and_bad_rows_are_not_a_number(folder: Path) -
     y = product(q, one_hot, None, folder)
     assert np.isnan(y[[0, 2]]).all()
     np.testing.assert_allclose(y[1], want[1], rtol=2.0**-21)
+
+
+PAIRS = (
+    Case("u4", zero=True, group=32, bias="f16", n=136, k=256),
+    replace(NVFP4, bias="f32"),
+    Case("u8b128", scale="f32", group=-1, n=130, k=200),
+)
+
+
+@pytest.mark.parametrize("variant", [Decode(4, 1, 1), Decode(4, 3, 2)], ids=str)
+@pytest.mark.parametrize(("case", "dtype"), [*zip(PAIRS, TYPES, strict=True)], ids=str)
+def test_a_pair_is_two_products_rounded_and_then_multiplied(
+    case: Case, variant: Decode, dtype: str, folder: Path
+) -> None:
+    gate, up = random_quant(case), random_quant(replace(case, seed=5))
+    x = random_x((3, case.k), dtype)
+    (tensors, spec), (others, other) = marlin.pack(gate), marlin.pack(up)
+    made = plan_pair(Part(spec, 0, case.n), Part(other, 0, case.n), 3, DEVICE, TYPES[dtype], True, variant)
+    both = {**tensors, **{f"up.{suffix}": tensor for suffix, tensor in others.items()}}
+    y = carried_out(made, both, spec, x, folder)
+    want = gated.swiglu(*(product(q, x, variant, folder) for q in (gate, up)))
+    bits = f"u{x.dtype.itemsize}"
+    np.testing.assert_array_equal(y.view(bits), want.view(bits))
+
+
+def test_a_pair_may_be_two_parts_of_one_module(folder: Path) -> None:
+    case = Case("u4", zero=True, group=32, bias="f32", n=64 + 136, k=256)
+    q, x = random_quant(case), random_x((2, 256), "float16")
+    tensors, spec = marlin.pack(q)
+    for first, second, n in ((0, 64, 64), (64, 0, 64), (128, 64, 64)):
+        made = plan_pair(Part(spec, first, n), Part(spec, second, n), 2, DEVICE, "f16")
+        both = {**tensors, **{f"up.{suffix}": tensor for suffix, tensor in tensors.items()}}
+        y = carried_out(made, both, {**spec, "n": n}, x, folder)
+        whole = product(q, x, None, folder)
+        want = gated.swiglu(whole[:, first : first + n], whole[:, second : second + n])
+        np.testing.assert_array_equal(y.view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_silu_of_rounded_products_is_the_reference_bit_for_bit(dtype: str, folder: Path) -> None:
+    to = np.dtype(ACTIVATION.get(dtype, dtype))
+    rng = np.random.default_rng(0)
+    gate = np.concatenate(
+        [rng.standard_normal(300) * 10.0 ** rng.integers(-6, 3, 300), [0, -0.0, np.inf, -np.inf, np.nan, -103.9, -87.5]]
+    )[None].astype(to)
+    up = rng.standard_normal(gate.shape).astype(to)
+    stage = gated.stage(1, gate.shape[1], DEVICE, TYPES[dtype])
+    memory = {"gate": aligned(gate), "up": aligned(up), "y": aligned(np.full(gate.shape, 7, to))}
+    run(stage, memory, {"m": 1, "n": gate.shape[1], "ldy": gate.shape[1]}, folder)
+    got, want = memory["y"].view(to).reshape(gate.shape), gated.swiglu(gate, up)
+    live = ~np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(got), ~live)
+    np.testing.assert_array_equal(got[live].tobytes(), want[live].tobytes())
+    with np.errstate(all="ignore"):
+        exact = np.float64(gate) / (1 + np.exp(-np.float64(gate))) * np.float64(up)
+    tiny = 2.0**-140 if dtype == "float32" else float(np.finfo(np.float16).tiny)
+    close = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-21}[dtype]
+    np.testing.assert_allclose(np.float64(want)[:, :300], exact[:, :300], rtol=close, atol=tiny)

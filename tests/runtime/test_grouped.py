@@ -10,6 +10,7 @@ import pytest
 from cases import Case, gptq_case, write_file
 from linears import random_x
 from warptile.convert import convert
+from warptile.kernels.swiglu import swiglu
 from warptile.runtime import Session
 
 DATA = Path(__file__).parents[1] / "data"
@@ -96,6 +97,15 @@ def test_a_residual_is_added_to_the_part_alone(session, m):
         own = np.ascontiguousarray(residual[:, start : start + ROWS[name]])
         y = session.linear(f"{ATTN}.{name}", x, residual=own)
         np.testing.assert_array_equal(y, whole[:, start : start + ROWS[name]])
+
+
+@pytest.mark.parametrize("m", [1, 20])
+def test_gate_and_up_of_one_module_make_a_pair(session, m):
+    x = random_x((m, 64), "float16")
+    for expert in range(3):
+        gate, up = (f"{MOE}.{expert}.{name}" for name in ("gate_proj", "up_proj"))
+        want = swiglu(session.linear(gate, x), session.linear(up, x))
+        np.testing.assert_array_equal(session.swiglu(gate, up, x), want)
 
 
 def test_an_expert_of_a_stack_answers_to_both_names(session, linears):

@@ -1,0 +1,60 @@
+"""Whether silu(x G.T) * (x U.T) is one launch on Marlin tiles: for a few rows and two matrices of one kind.
+
+Half the warps of a block of marlin_decode take a tile of G, the others the same one of U. k is cut as it is for each
+product alone, so that sums have the same bits. G and U are two modules, or parts of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..formats.errors import UnsupportedError
+from . import marlin_scales as scales
+from .launch import Device, Part, Plan
+from .marlin_plan import DECODE_TOKENS, Decode, check_supported, choose_decode, decode, rows_read, with_rows
+
+ALIKE = ("k", "n_padded", "k_padded", "element", "group", "scale", "scale_block", "zero", "experts")
+TILE = 64
+
+
+def refuse_pair(gate: Part, up: Part) -> str | None:
+    """None if one launch multiplies with both, else why not."""
+    for key in ALIKE:
+        if gate.spec[key] != up.spec[key]:
+            return f"{key} is {gate.spec[key]} and {up.spec[key]}"
+    if gate.spec.get("global") != up.spec.get("global") or scales.args(gate.spec) != scales.args(up.spec):
+        return "their scales are of two kinds"
+    for part in (gate, up):
+        if part.spec["perm"]:
+            return "each has a column order of its own"
+        end = part.first + part.n
+        if part.first % TILE or (end < part.spec["n"] and end % TILE):
+            return f"outputs {part.first} to {end - 1} are no whole tiles of {TILE}"
+        if part.n < part.spec["n"] and (scales.block(part.spec) or scales.factor(part.spec)):
+            return "scales of blocks or factors of parts lie across both"
+    return None
+
+
+def plan_pair(
+    gate: Part,
+    up: Part,
+    m: int,
+    device: Device,
+    x_dtype: str,
+    aligned: bool = True,
+    variant: Decode | None = None,
+) -> Plan:
+    """The launches of y[m, n] = silu(x G.T) * (x U.T), both products rounded to y's type first (swiglu.py).
+
+    Parameters as ``marlin_plan.plan``'s. Raises ``UnsupportedError`` where it takes two products.
+    """
+    check_supported(gate.spec, device, x_dtype)
+    rows, before = rows_read(gate.spec, m, device, x_dtype, aligned and gate.spec["k"] % 2 == 0)
+    many = f"it serves up to {DECODE_TOKENS} rows, this has {rows}" if rows > DECODE_TOKENS else None
+    if reason := many or refuse_pair(gate, up):
+        raise UnsupportedError("no single launch", need="two products", found=reason)
+    if m == 0:
+        return Plan((), "no rows")
+    alone = choose_decode(gate.spec, device)
+    chosen = variant or replace(alone, columns=min(alone.columns, -(-gate.n // TILE)))
+    return with_rows(decode(gate, rows, device, x_dtype, before, chosen, up), gate.spec, m, x_dtype)
