@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from cases import Case, gptq_case
 from stored import ROOT, checkpoint, zoo
 from typer.testing import CliRunner
 from warptile.convert import convert, inspect, manifest, report, unpack, verify
+from warptile.convert import modules as module_plans
 from warptile.convert.cli import app
+from warptile.formats import stream
 from warptile.formats.artifact import open_artifact
 from warptile.formats.canonical import dequantize
 from warptile.formats.container import open_checkpoint
@@ -326,6 +329,31 @@ def test_a_run_that_was_interrupted_goes_on_only_with_the_same_flags(moe, flags,
     dst = convert(src, tmp_path / "out", **cut, **flags).dst
     assert ((dst / done[0]).exists() and (dst / done[0]).stat().st_mtime_ns == kept) == (flags == BOTH)
     assert {f.name: f.read_bytes() for f in dst.iterdir()} == {f.name: f.read_bytes() for f in want.iterdir()}
+
+
+def test_a_stack_takes_the_memory_of_one_expert_and_the_next(tmp_path, monkeypatch):
+    for module in (stream, module_plans):
+        monkeypatch.setattr(module, "STEP", 1 << 17)
+
+    def peak(experts: int) -> tuple[int, int, int]:
+        """(reached, foretold, bytes of one expert as stored)"""
+        arrays, rng, folder = {}, np.random.default_rng(0), tmp_path / str(experts)
+        for name in (f"{MOE}.{e}.{half}" for e in range(experts) for half in ("gate_proj", "up_proj")):
+            arrays[f"{name}.weight"] = rng.integers(0, 256, (512, 1024), dtype=np.uint8)
+            arrays[f"{name}.weight_scale"] = np.ones((512, 128), ml_dtypes.float8_e4m3fn)
+            arrays[f"{name}.weight_scale_2"] = np.float32([0.5])
+        folder.mkdir()
+        source = checkpoint(folder, arrays, {"quant_method": "modelopt"})
+        del arrays
+        tracemalloc.start()
+        result = convert(source.path, to="marlin", workers=2, **BOTH)
+        reached = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return reached, result.plan.peak, result.plan.nbytes // experts
+
+    _, (few, _, each), (many, foretold, _) = peak(1), peak(2), peak(12)  # the first also loads what is loaded once
+    assert many < few + 2 * each  # threads do not always meet; the others would be ten
+    assert many < foretold + 1_000_000
 
 
 def test_plan_inspect_and_report_show_what_is_held(moe, tmp_path):
