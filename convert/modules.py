@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..formats.canonical import Outline
+from ..formats.canonical import SCALE_DTYPES, Outline, grid_shape
 from ..formats.stream import ACROSS, STEP
 from .shards import Stored
 
@@ -80,7 +80,12 @@ class Module:
     @property
     def peak(self) -> int:
         """An estimate of the bytes held while it is packed, expert by expert where they are parts: some slabs of its
-        codes; and the rest of it, for what comes next is opened before it is done."""
-        codes = (self.outline.experts or 1) * self.outline.n * self.outline.k // len(self.units)
-        rest = (self.nbytes - max(t.nbytes for t in self.tensors)) // len(self.units)
-        return CODE_COPIES * min(codes, SLABS * ACROSS * STEP) + 4 * rest
+        codes; and its factors and whatever else is not codes, for what comes next is opened before it is done."""
+        q, parts = self.outline, len(self.units)
+        codes = (q.experts or 1) * q.n * q.k
+        rest = self.nbytes - max(t.nbytes for t in self.tensors)
+        grids = (
+            (SCALE_DTYPES[dtype].itemsize, grid_shape(q.n, q.k, block)) for dtype, block in (*q.scales, *q.offsets)
+        )
+        factors = (q.experts or 1) * sum(size * rows * columns for size, (rows, columns) in grids)
+        return (CODE_COPIES * min(codes, SLABS * ACROSS * STEP * parts) + 4 * max(rest, factors)) // parts
