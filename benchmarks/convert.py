@@ -42,8 +42,9 @@ PACK = """
 import resource, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from warptile.convert.jobs import Job, buffers, threads
+from warptile.convert.jobs import Job, buffers
 from warptile.convert.plan import make
+from warptile.convert.workers import threads
 from warptile.formats.container import open_checkpoint
 plan = make(open_checkpoint(sys.argv[1]), None, sys.argv[2])
 owner = {m.tensors[0].name: m for m in plan.converted}

@@ -15,7 +15,8 @@ from ..formats.bits import contiguous
 from ..formats.container import Tensor
 from ..formats.errors import VerifyError
 from ..formats.stream import Pieces, Stream, rectangles
-from .jobs import COPIED, ahead, window
+from .jobs import COPIED, ahead
+from .workers import window
 
 Array = NDArray[Any]
 Position = tuple[int, ...]

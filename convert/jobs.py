@@ -9,7 +9,6 @@ In memory at one time: ``window`` pieces, each of about ``stream.STEP`` codes, a
 from __future__ import annotations
 
 import ctypes
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -33,6 +32,7 @@ from . import manifest
 from .manifest import Finished
 from .modules import Module
 from .shards import Stored
+from .workers import threads, window
 
 Array = NDArray[Any]
 Make = Callable[[], Array]
@@ -41,16 +41,6 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT = 64 << 20
 COPIED = 8 << 20
 """Bytes of a tensor that passes through, copied at a time."""
-
-
-def window(workers: int) -> int:
-    """Pieces that are being made or wait to be written."""
-    return workers + 2
-
-
-def threads(workers: int) -> int:
-    """``--workers``: 0 is one for every core this process may use."""
-    return workers or len(os.sched_getaffinity(0))
 
 
 @cache

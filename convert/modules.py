@@ -9,10 +9,12 @@ from typing import Any
 from ..formats.canonical import SCALE_DTYPES, Outline, grid_shape
 from ..formats.stream import ACROSS, STEP
 from .shards import Stored
+from .workers import window
 
 # Bytes for each code that is being worked on, at the worst moment of a pack: read, turned, padded, and the words.
 CODE_COPIES = 6
-SLABS = 6
+BESIDE = 2
+"""Slabs beside those of the window: one that is written, one of the module that is opened."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,14 @@ class Module:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
 
-    @property
-    def peak(self) -> int:
-        """An estimate of the bytes held while it is packed, expert by expert where they are parts: some slabs of its
+    def peak(self, workers: int) -> int:
+        """An estimate of the bytes held while threads pack it, expert by expert where they are parts: some slabs of its
         codes; and its factors and whatever else is not codes, for what comes next is opened before it is done."""
-        q, parts = self.outline, len(self.units)
+        q, parts, slabs = self.outline, len(self.units), window(workers) + BESIDE
         codes = (q.experts or 1) * q.n * q.k
         rest = self.nbytes - max(t.nbytes for t in self.tensors)
         grids = (
             (SCALE_DTYPES[dtype].itemsize, grid_shape(q.n, q.k, block)) for dtype, block in (*q.scales, *q.offsets)
         )
         factors = (q.experts or 1) * sum(size * rows * columns for size, (rows, columns) in grids)
-        return (CODE_COPIES * min(codes, SLABS * ACROSS * STEP * parts) + 4 * max(rest, factors)) // parts
+        return (CODE_COPIES * min(codes, slabs * ACROSS * STEP * parts) + 4 * max(rest, factors)) // parts

@@ -102,7 +102,7 @@ def convert(
     replaces = os.path.lexists(dst)
     check_paths(src, dst, overwrite=overwrite or dry_run, artifact=True)
     checkpoint = open_checkpoint(src, Options(**options))
-    plan = planning.make(checkpoint, source, to, widen=widen, fuse=fuse, stack_experts=stack_experts)
+    plan = planning.make(checkpoint, source, to, widen=widen, fuse=fuse, stack_experts=stack_experts, workers=workers)
     _check_converted(plan, strict)
     if find_spec("numba") is None:
         checkpoint.note("", "numba cannot be imported: codes are moved by NumPy, ten times slower")

@@ -17,6 +17,7 @@ from ..kernels import layouts
 from .grouping import Apart, Grouping
 from .modules import Linear, Module
 from .shards import Stored
+from .workers import threads
 
 Widen = Callable[[Outline], Outline]
 
@@ -31,6 +32,8 @@ class Plan:
     """In the order of their first tensor in the file; refused ones too."""
     apart: tuple[Apart, ...] = ()
     """What was to be grouped and could not be."""
+    workers: int = 0
+    """Threads that are to pack; 0 is one for every core."""
 
     @cached_property
     def converted(self) -> tuple[Module, ...]:
@@ -67,7 +70,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """An estimate of the anonymous memory of a run; mapped input pages are the kernel's and not counted."""
-        return max((m.peak for m in self.converted), default=0)
+        return max((m.peak(threads(self.workers)) for m in self.converted), default=0)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -180,8 +183,9 @@ def make(
     widen: bool = False,
     fuse: bool = False,
     stack_experts: bool = False,
+    workers: int = 0,
 ) -> Plan:
-    """Plan a conversion; nothing is written, no codes are read.
+    """Plan a conversion by ``workers`` threads; nothing is written, no codes are read.
 
     Raises:
         UnsupportedError, CorruptError: the checkpoint, as its readers say; with ``stack_experts`` also a gap.
@@ -198,7 +202,7 @@ def make(
         if wanted:
             modules, refused = group(modules)
             apart += refused
-    plan = Plan(checkpoint, layout, tuple(modules), tuple(apart))
+    plan = Plan(checkpoint, layout, tuple(modules), tuple(apart), workers)
     _check_names(plan)
     return plan
 

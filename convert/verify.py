@@ -22,8 +22,9 @@ from ..formats.parts import NARROW, Part, expert_of, parts
 from ..formats.stream import Pieces
 from ..kernels import layouts
 from . import compare, origin
-from .jobs import open_stream, threads
+from .jobs import open_stream
 from .progress import Progress
+from .workers import threads
 
 Array = NDArray[Any]
 Spec = dict[str, Any]

@@ -346,3 +346,11 @@ def test_a_destination_of_a_kind_that_is_not_written_is_refused(make_directory, 
     with pytest.raises(UsageError, match="files cannot be written"):
         convert(make_directory(), tmp_path / name, to="marlin")
     assert not (tmp_path / name).exists()
+
+
+def test_more_workers_need_more_memory_and_a_dry_run_says_so(make_directory, module_tensors):
+    parts = module_tensors(k=65536, n=1024, group=128)
+    src = make_directory(tensors={f"layer.{s}": a for s, a in parts.items()}, label={"group_size": 128})
+    peaks = [convert(src, to="marlin", dry_run=True, workers=workers).plan.peak for workers in (1, 2, 4)]
+    slab = 6 * stream.ACROSS * stream.STEP
+    assert (peaks[1] - peaks[0], peaks[2] - peaks[1]) == (slab, 2 * slab)

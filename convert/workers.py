@@ -1,0 +1,15 @@
+"""How many threads work, and how many pieces they are ahead of the one that writes."""
+
+from __future__ import annotations
+
+import os
+
+
+def threads(workers: int) -> int:
+    """``--workers``: 0 is one for every core this process may use."""
+    return workers or len(os.sched_getaffinity(0))
+
+
+def window(workers: int) -> int:
+    """Pieces that are being made or wait to be written."""
+    return workers + 2
