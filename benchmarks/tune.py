@@ -23,8 +23,8 @@ from matmul import DTYPES, as_device, random_linear, write_copies
 from shapes import Shape
 from timing import graph_time, torch_graph_time
 from warptile.formats.errors import UnsupportedError
+from warptile.kernels import marlin, marlin_plan
 from warptile.kernels import marlin_hopper_plan as hopper
-from warptile.kernels import marlin_plan
 from warptile.kernels.launch import Device, Plan
 from warptile.runtime import Session, arrays
 
@@ -103,7 +103,7 @@ def main() -> None:
         q = random_linear(shape, args.element, args.group, args.scale or ACTIVATIONS[args.dtype])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "copies.safetensors"
-            names, _ = write_copies(path, q)
+            names, _ = write_copies(path, *marlin.pack(q))
             with Session(path) as session:
                 backend: Any = session._backend
                 for m in args.m:
