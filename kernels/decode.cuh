@@ -255,8 +255,36 @@ struct Scales {
     else
       return number<S>(word[v / IN_WORD], v % IN_WORD);
   }
+  DEVICE const Scales& gathered() const { return *this; } // see SpreadScales
   // The same scale twice, to multiply a pair: only where S is the type of the pair, so that the product rounds once.
   DEVICE u32 pair(int v) const { return v % 2 ? both_high(word[v / 2]) : both_low(word[v / 2]); }
+};
+
+template <bool FIRST, typename A, typename B>
+struct Chosen {
+  using type = A;
+};
+template <typename A, typename B>
+struct Chosen<false, A, B> {
+  using type = B;
+};
+
+// The same of two bytes each, shared out: each of the four lanes that need all eight holds a word of them.
+template <Dtype S>
+struct SpreadScales {
+  u32 word;
+
+  // `from` is the first scale, as for Scales.
+  DEVICE void load(const void* from, bool wanted) {
+    load_if<false, 1>(&word, static_cast<const u32*>(from) + threadIdx.x % 4, wanted);
+  }
+  // All of them; every lane of the warp takes part.
+  DEVICE Scales<S> gathered() const {
+    Scales<S> all;
+#pragma unroll
+    for (int i = 0; i < 4; i++) all.word[i] = __shfl_sync(~0u, word, i, 4);
+    return all;
+  }
 };
 
 // A factor that only sums over all of k need: of the whole, of each of up to four fused parts, or of `columns` columns.

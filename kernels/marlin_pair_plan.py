@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..formats.errors import UnsupportedError
 from . import marlin_scales as scales
 from .launch import Device, Part, Plan
-from .marlin_plan import DECODE_TOKENS, Decode, check_supported, choose_decode, decode, rows_read, with_rows
+from .marlin_plan import Decode, check_supported, choose_decode, decode, refuse_decode, rows_read, with_rows
 
 ALIKE = ("k", "n_padded", "k_padded", "element", "group", "scale", "scale_block", "zero", "experts")
 TILE = 64
@@ -50,8 +50,7 @@ def plan_pair(
     """
     check_supported(gate.spec, device, x_dtype)
     rows, before = rows_read(gate.spec, m, device, x_dtype, aligned and gate.spec["k"] % 2 == 0)
-    many = f"it serves up to {DECODE_TOKENS} rows, this has {rows}" if rows > DECODE_TOKENS else None
-    if reason := many or refuse_pair(gate, up):
+    if reason := refuse_decode(gate.spec, rows, device, x_dtype) or refuse_pair(gate, up):
         raise UnsupportedError("no single launch", need="two products", found=reason)
     if m == 0:
         return Plan((), "no rows")

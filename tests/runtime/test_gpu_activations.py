@@ -22,6 +22,7 @@ WHOLE = {"low": 0.25, "high": 0.25}
 CASES = {
     "u4b8": Case("u4b8", group=128, n=320, k=512, bias="f16", **WHOLE),
     "ragged": Case("u4", zero=True, group=32, n=257, k=520, bias="f32", **WHOLE),
+    "short": Case("u4b8", group=16, n=200, k=300, bias="f32", **WHOLE),
     "order": Case("u8b128", group=64, n=72, k=200, order=True, bias="bf16", **WHOLE),
     "channel": Case("u4b8", group=-1, n=130, k=336, **WHOLE),
     "e4m3": Case("e4m3", scale="f32", group=128, rows=128, n=200, k=520, bias="f16", low=2.0**-4, high=2.0**-4),

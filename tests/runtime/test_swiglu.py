@@ -14,6 +14,7 @@ from warptile.runtime import Session
 PAIRS = {
     "u4b8": Case("u4b8", group=128, n=320, k=512, bias="f16"),
     "u4": Case("u4", zero=True, group=32, n=257, k=520, bias="f32"),
+    "short": Case("u4b8", group=16, n=200, k=300),
     "u8": Case("u8b128", scale="f32", group=-1, n=130, k=336),
     "order": Case("u4b8", group=64, n=72, k=200, order=True),
     "e4m3": Case("e4m3", scale="f32", group=128, rows=128, n=200, k=520),
@@ -109,7 +110,7 @@ def test_explain_tells_one_launch_from_three(gpu, name):
     few, many = (str(gpu.explain(f"{name}.gate", m, up=f"{name}.up")) for m in (4, 40))
     assert ("two products" in few) == (name == "order")
     assert "two products" in many
-    assert "it serves up to 8 rows, this has 40" in many
+    assert "serves up to 8 rows, this has 40" in many
     assert "element is u4b8 and u4" in str(gpu.explain("sym", 1, up="asym"))
 
 

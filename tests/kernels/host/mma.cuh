@@ -90,6 +90,16 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 
 template <class T>
+T __shfl_sync(u32, T v, int from, int width) {
+  Warp& w = warp_here();
+  const u32 lane = threadIdx.x % 32;
+  w.address[lane] = __builtin_bit_cast(u32, v);
+  warp_wait();
+  const T got = __builtin_bit_cast(T, w.address[lane / width * width + from]);
+  warp_wait();
+  return got;
+}
+template <class T>
 T __shfl_xor_sync(u32, T v, int other) {
   Warp& w = warp_here();
   w.address[threadIdx.x % 32] = __builtin_bit_cast(u32, v);
