@@ -13,6 +13,9 @@ from .errors import CorruptError, UnsupportedError, UsageError
 
 Array = NDArray[Any]
 
+MAX_EXTENT = 2**31 - 1
+"""Of a block that a label names, as of a matrix in an artifact's spec."""
+
 
 def refuse_any(tensor: Tensor, bad: NDArray[np.bool_], what: str, need: str, do: str | None = None) -> None:
     """Refuse entries marked ``bad``, with their number and the first one's position. Raises CorruptError."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import checks, targets
 from .errors import UnsupportedError
+from .strict_json import shown
 
 if TYPE_CHECKING:
     from .container import Checkpoint
@@ -141,6 +142,6 @@ def _block(weights: Mapping[str, Any], file: str) -> tuple[int, int] | None:
         rows, channels = (int(side) for side in sides)
     except (TypeError, ValueError):
         rows = channels = 0
-    if rows < 1 or channels < 1:
-        raise UnsupportedError("block_structure is no pair of sizes", file=file, found=repr(structure))
+    if not (0 < rows <= checks.MAX_EXTENT and 0 < channels <= checks.MAX_EXTENT):
+        raise UnsupportedError("block_structure is no pair of sizes", file=file, found=shown(repr(structure)))
     return rows, channels

@@ -12,6 +12,7 @@ from . import checks
 from .canonical import grid_shape
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
+from .strict_json import shown
 
 Array = NDArray[Any]
 Reading = tuple[tuple[int, int], tuple[int, ...]]
@@ -113,6 +114,7 @@ def _declared(checkpoint: Checkpoint, weight: Tensor) -> tuple[list[tuple[int, i
         blocks = [(int(bn), int(bk)) for bn, bk in filter(None, sizes)]
     except (TypeError, ValueError):
         blocks = [(0, 0)]
-    if any(min(b) < 1 for b in blocks):
-        raise CorruptError("a block size is no pair of positive numbers", file=weight.file, found=sizes)
+    if any(min(b) < 1 or max(b) > checks.MAX_EXTENT for b in blocks):
+        need = f"1 to {checks.MAX_EXTENT}"
+        raise CorruptError("a block size is no pair of sizes", file=weight.file, found=shown(sizes), need=need)
     return list(dict.fromkeys(blocks)), sizes[0] is not None

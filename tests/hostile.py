@@ -16,7 +16,7 @@ from typing import Any
 
 from cases import gptq_case
 from gguf_files import Stored, content, model
-from tiny import TINY, Tiny
+from tiny import TINY, Tiny, f32
 from warptile.convert import convert
 
 Build = Callable[[Path], Path]
@@ -233,6 +233,9 @@ def saved(tiny: Tiny) -> Build:
     return lambda folder: tiny.save(folder / "model")
 
 
+ENDLESS = {"group_0": {"targets": ["Linear"], "weights": {
+    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "block", "block_structure": [8, 10**30]
+}}}  # fmt: skip
 NAN, INF = b"\0\x7e", b"\0\x7c"
 CONTENTS: dict[str, tuple[Tiny, int]] = {
     "gptq: a scale of NaN": (scales(TINY["gptq sym"], ".scales", NAN), 4),
@@ -261,6 +264,12 @@ CONTENTS: dict[str, tuple[Tiny, int]] = {
     "fp8: a bias that others claim": (replace(TINY["fp8 blocks"], quantization={}, tensors={
         **TINY["fp8 blocks"].tensors, **{f"a.{s}": TINY["gptq sym"].tensors[f"layer.{s}"] for s in ("qweight", "scales")}  # noqa: E501
     }), 3),
+    "fp8: blocks of 10^30 channels": (
+        TINY["fp8 blocks"].with_(weight_scale_inv=f32(0.5, 0.25, shape=(2, 1))).said(weight_block_size=[8, 10**30]), 4),
+    "fp8: blocks of 2^31 rows": (
+        TINY["fp8 blocks"].with_(weight_scale_inv=f32(0.5, 0.25, shape=(1, 2))).said(weight_block_size=[2**31, 32]), 4),
+    "compressed_tensors: endless blocks": (
+        TINY["compressed_tensors int8"].said(config_groups=ENDLESS).with_(weight_scale=f32(1, 2, shape=(2, 1))), 3),
     "mxfp4: a scale of NaN": (scales(TINY["mxfp4"], ".weight_scale", b"\xff"), 4),
     "nvfp4: a negative scale": (scales(TINY["nvfp4"], ".weight_scale", b"\x80"), 4),
     "nvfp4: a global of zero": (scales(TINY["nvfp4"], ".weight_scale_2", bytes(4)), 4),

@@ -301,7 +301,7 @@ BAD = {
     "bias": ({W: weight(N, K), S: factors(2, 3), "a.bias": factors(N + 1)}, BLOCKS, CorruptError,
              r"a\.bias: shapes disagree; found \[201\]; need \[200\]"),
     "block size": ({W: weight(N, K), S: factors(2, 3)}, {"weight_block_size": [128]}, CorruptError,
-                   r"a block size is no pair of positive numbers; found \[\[128\]\]"),
+                   r"a block size is no pair of sizes; found \[\[128\]\]; need 1 to 2147483647"),
     "zero points": ({W: weight(N, K), S: factors(2, 3), "a.weight_zero_point": np.ones(1, E4M3)}, BLOCKS, CorruptError,
                     r"zero points beside FP8 codes; found 1 of 1"),
     "no matrix": ({W: weight(N), S: factors()}, {}, CorruptError, r"a\.weight: not a matrix; found \[200\]"),

@@ -89,12 +89,25 @@ def config_json(data: bytes) -> None:
 
 def rules(data: bytes) -> None:
     """A regular expression of a configuration against a module's name."""
-    name = "model.layers.0.self_attn.q_proj" + "a" * 24
-    start = time.process_time()
-    with suppress(WarptileError):
-        patterns.matcher(data.decode("utf-8", "replace"), len(name), "config.json").match(name)
-        patterns.matcher(data.decode("utf-8", "replace"), len(name), "config.json", anywhere=True).search(name)
-    assert time.process_time() - start < SLOW
+    name, text = "model.layers.0.self_attn.q_proj" + "a" * 24, data.decode("utf-8", "replace")
+
+    def run() -> None:
+        with suppress(WarptileError):
+            patterns.matcher(text, len(name), "config.json").match(name)
+            patterns.matcher(text, len(name), "config.json", anywhere=True).search(name)
+
+    timely(run)
+
+
+def timely(run: Callable[[], None]) -> None:
+    """Fails what takes long, and the next time too: the first may have compiled a loop."""
+    for _ in range(2):
+        start = time.process_time()
+        run()
+        took = time.process_time() - start
+        if took < SLOW:
+            return
+    raise AssertionError(f"{took:.1f} s")
 
 
 @contextmanager
@@ -113,15 +126,17 @@ def source(name: str, data: bytes) -> None:
     choices = Choices(data)
     checkpoint = edited(choices.one(bases), choices).checkpoint()
     turn = data[-1] if data else 0
-    start = time.process_time()
-    try:
-        found = plan.claims(checkpoint, None)
-    except WarptileError:
-        return
-    for module, (reader, members) in found.items():
-        with suppress(WarptileError), loops_compiled(turn % 2 == 0):
-            check_module(checkpoint, module, reader, members, [list(layouts())[turn // 2 % len(layouts())]])
-    assert time.process_time() - start < SLOW
+    layout = list(layouts())[turn // 2 % len(layouts())]
+
+    def run() -> None:
+        found: dict[str, tuple[str, tuple[str, ...]]] = {}
+        with suppress(WarptileError):
+            found = plan.claims(checkpoint, None)
+        for module, (reader, members) in found.items():
+            with suppress(WarptileError), loops_compiled(turn % 2 == 0):
+                check_module(checkpoint, module, reader, members, [layout])
+
+    timely(run)
 
 
 @cache
@@ -253,10 +268,12 @@ def conversion(data: bytes) -> None:
     choices = Choices(data)
     checkpoint = held(edited(choices.one(families()), choices))
     turn = data[-1] if data else 0
-    start = time.process_time()
-    with loops_compiled(turn % 2 == 0):
-        quietly(checkpoint, turn >> 1)
-    assert time.process_time() - start < SLOW
+
+    def run() -> None:
+        with loops_compiled(turn % 2 == 0):
+            quietly(checkpoint, turn >> 1)
+
+    timely(run)
 
 
 @cache
