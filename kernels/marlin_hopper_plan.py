@@ -164,7 +164,7 @@ def shared(spec: Spec, w: Wgmma, stages: int) -> int:
     stage = w.tokens * STEP * 2 + STEP * w.features * bits // 8 + rows
     out = w.features // WARP_FEATURES * min(w.tokens, 32) * WARP_FEATURES * 2
     sums = 4 * w.tokens * w.features if w.ways > 1 else 16
-    return -(-(stages * (stage + 16) + out + sums) // 1024) * 1024
+    return -(-(stages * (stage + 16) + out + sums + 16) // 1024) * 1024
 
 
 def _tiles(spec: Spec, m: int, w: Wgmma) -> int:
