@@ -25,7 +25,9 @@ from timing import graph_time, torch_graph_time
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin, marlin_plan
 from warptile.kernels import marlin_hopper_plan as hopper
+from warptile.kernels import wgmma_plan as wgmma
 from warptile.kernels.launch import Device, Plan
+from warptile.kernels.wgmma_plan import Wgmma
 from warptile.runtime import Session, arrays
 
 ACTIVATIONS = {"float16": "f16", "bfloat16": "bf16"}
@@ -54,10 +56,10 @@ def candidates(spec: dict[str, Any], m: int, device: Device, x_dtype: str) -> It
 
 def step_cost(spec: dict[str, Any], m: int, device: Device, variant: Any, us: float) -> float | None:
     """us of a step of 64 k of a wgmma tile, from the time of a product without cut tiles."""
-    if not isinstance(variant, hopper.Wgmma) or variant.cut:
+    if not isinstance(variant, Wgmma) or variant.cut:
         return None
     tiles = -(-m // variant.tokens) * -(-spec["n_padded"] // variant.features)
-    return (us - hopper.START) / (-(-tiles // device.sms) * -(-spec["k"] // hopper.STEP))
+    return (us - wgmma.START) / (-(-tiles // device.sms) * -(-spec["k"] // wgmma.STEP))
 
 
 def measure(session: Session, names: list[str], m: int, dtype: str) -> Iterator[tuple[float, Any, float | None]]:

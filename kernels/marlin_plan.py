@@ -20,10 +20,11 @@ from typing import Any
 
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 from ..formats.errors import UnsupportedError
+from . import gather
 from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
 from .launch import At, Device, Part, Plan, Stage
-from .marlin_hopper_plan import Wgmma
+from .wgmma_plan import NVRTC, Wgmma
 
 Spec = Mapping[str, Any]
 
@@ -171,16 +172,7 @@ def _pairs(spec: Spec, m: int, device: Device) -> Stage:
 
 
 def _gather(spec: Spec, m: int, device: Device) -> Stage:
-    return Stage(
-        kernel="gather",
-        variant=(int(spec["perm"]),),
-        target=f"sm_{device.arch}",
-        grid=(-(-spec["k_padded"] // 2048), min(m, 4 * device.sms), 1),
-        block=256,
-        shared=0,
-        args=("perm", "x", "gathered", "m", "k", "k_padded", "ldx"),
-        overlap=device.overlaps,
-    )
+    return gather.stage(gather.PERM if spec["perm"] else gather.AS_IT_LIES, m, spec["k_padded"], device)
 
 
 def _decode_run(spec: Spec) -> int:
@@ -423,7 +415,7 @@ def with_rows(made: Plan, spec: Spec, m: int, x_dtype: str) -> Plan:
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
     device = Device(arch, sms=1, shared=1 << 20)
-    hopper_device = Device(90, sms=1, shared=HOPPER_SHARED, nvrtc=hopper.NVRTC)
+    hopper_device = Device(90, sms=1, shared=HOPPER_SHARED, nvrtc=NVRTC)
     yield from ((kernel, (ordered,), f"sm_{arch}") for kernel in ("gather", "pairs") for ordered in (0, 1))
     seen = set()
     every = (

@@ -4,8 +4,10 @@
 | --- | --- | --- |
 | 1 to 8 | mmq_decode | rows of strips, k split over its warps: time is reading W once |
 | above | mmq_tiled | 128 features x 16 to 128 tokens |
+| 64 and more, on Hopper; any with x exact | mmq_wgmma (mmq_hopper_plan) | 256 features x 64 or 128 tokens, x as it is |
 
-They multiply x in 8 bits (``quantize``), which is the first stage: int8 with the integers of a strip, e4m3 with fp8.
+The others multiply x in 8 bits (``quantize``), which is the first stage: int8 with the integers of a strip, e4m3 with
+fp8.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ from typing import Any
 
 from ..formats.canonical import SCALE_DTYPES
 from ..formats.errors import UnsupportedError
+from . import mmq_hopper_plan as hopper
 from . import quantize
 from .launch import Device, Plan, Stage
 from .mmq_strips import DEPTH, KINDS, ROWS
+from .wgmma_plan import Wgmma
 
 Spec = Mapping[str, Any]
 
 DECODE_TOKENS = 8
 FEATURES = 128
+EXACT_FROM = 64
+"""Rows from which Hopper multiplies with x as it is, unless int8 is asked for: x is not rounded."""
 X_DTYPES = ("f16", "bf16", "f32")
 GRIDS = ("f16", "bf16", "f32", "e8m0")
 """Types of scales beside strips that kernels read."""
@@ -290,28 +296,38 @@ def plan(
     device: Device,
     x_dtype: str,
     aligned: bool = True,
-    variant: Decode | Tiled | None = None,
+    variant: Decode | Tiled | Wgmma | None = None,
     numerics: str | None = None,
     batch_invariant: bool = False,
 ) -> Plan:
     """The launches of y[m, n] = x[m, k] @ W.T for a module that ``mmq.spec`` describes.
 
     ``x_dtype``: "f16", "bf16" or "f32", also y's. ``variant`` replaces the choice, for measuring. ``numerics`` is one
-    of ``numerics(spec)``, None for the first. ``batch_invariant``: a row of y has the same bits whatever m is and the
-    other rows are. Raises ``UnsupportedError`` where no kernel of ours runs.
+    of ``numerics(spec)``, None for what suits the device and m. ``batch_invariant``: a row of y has the same bits
+    whatever m is and the other rows are. Raises ``UnsupportedError`` where no kernel of ours runs.
     """
-    kind = numerics or _numerics(spec)[0]
-    if kind == "exact":
-        raise UnsupportedError(
-            "no kernel multiplies strips with activations as they are", found=spec["kind"], do="dequantize instead"
-        )
-    assert kind in _numerics(spec), kind
-    _supported(spec, device, x_dtype, kind)
     if m == 0:
         return Plan((), "no rows")
+    refused = hopper.refuse(spec, device, x_dtype)
+    many = batch_invariant or m >= EXACT_FROM
+    kind = numerics or ("exact" if many and refused is None else _numerics(spec)[0])
+    if kind == "exact":
+        if refused is not None:
+            found = f"{spec['kind']}, {x_dtype} activations"
+            raise UnsupportedError(
+                "no kernel multiplies strips with activations as they are", found=found, need=refused,
+                do="dequantize instead",
+            )  # fmt: skip
+        if isinstance(variant, Wgmma):
+            return hopper.launch(spec, m, device, x_dtype, variant)
+        tile, rejected = hopper.choose(spec, m, device, batch_invariant)
+        return replace(hopper.launch(spec, m, device, x_dtype, tile), rejected=rejected)
+    assert kind in _numerics(spec), kind
+    assert not isinstance(variant, Wgmma), variant
+    _supported(spec, device, x_dtype, kind)
     if variant is None and m <= DECODE_TOKENS and not batch_invariant:
         variant = choose_decode(spec, device)
-    rejected: tuple[tuple[str, str], ...] = (("tiled", f"its smallest tile has 16 tokens, m is {m}"),)
+    rejected = (("tiled", f"its smallest tile has 16 tokens, m is {m}"),)
     if variant is None:
         variant, rejected = choose_tile(spec, m, device, batch_invariant)
     if isinstance(variant, Decode):
@@ -356,16 +372,20 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
             for t in (t for t in TILES if refuse_tile(spec, device, t) is None):
                 shape = t.blocks, t.strips, t.stages, t.resident
                 yield "mmq_tiled", _variant(spec, x_dtype, *shape), f"sm_{arch}"
+    if arch == 90:
+        yield from hopper.variants(elements)
 
 
 def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """What CI compiles for a target: every kind of strip in one of the kernels, in the other for the next target; all
     else takes turns."""
+    if target == "sm_90a":
+        yield from hopper.covering()
     if target not in CHECKED:
         return
     yield from ((kernel, variant) for kernel, variant, _ in quantize.variants(80))
     turn = CHECKED.index(target)
-    rows = [row[:2] for row in variants(int(target[3:])) if row[0] != "quantize"]
+    rows = [row[:2] for row in variants(int(target[3:])) if row[0].startswith("mmq") and row[2] == target]
     for i in range(len(KINDS)):
         kernel = ("mmq_decode", "mmq_tiled")[(i + turn) % 2]
         mine = [row for row in rows if row[0] == kernel and row[1][0] == i]

@@ -8,10 +8,11 @@ from itertools import pairwise, product
 
 import pytest
 from warptile.formats.errors import UnsupportedError
-from warptile.kernels import marlin, marlin_hopper_plan
+from warptile.kernels import marlin, wgmma_plan
 from warptile.kernels.launch import Device
-from warptile.kernels.marlin_hopper_plan import TILES, Wgmma
+from warptile.kernels.marlin_hopper_plan import TILES
 from warptile.kernels.marlin_plan import plan
+from warptile.kernels.wgmma_plan import Wgmma
 from warptile.runtime import build
 from warptile.runtime import cubin as cubins
 
@@ -21,7 +22,7 @@ try:
     COMPILER = build.nvrtc_version()
 except UnsupportedError:
     COMPILER = (0, 0)
-needs_nvrtc = pytest.mark.skipif(COMPILER < marlin_hopper_plan.NVRTC, reason="needs NVRTC 13.3 or newer")
+needs_nvrtc = pytest.mark.skipif(COMPILER < wgmma_plan.NVRTC, reason="needs NVRTC 13.3 or newer")
 
 
 def spec_of(n: int, k: int, group: int = 128, **other: object) -> dict[str, object]:
@@ -101,7 +102,7 @@ def test_a_plan_asks_for_the_shared_memory_the_kernel_lays_out(monkeypatch: pyte
     every = [(tile, *module) for tile, module in product(TILES, MODULES)]
     for tile, spec, x_dtype in every + FLOATS:
         stage = plan(spec, 64, H200, x_dtype, variant=tile).stages[-1]
-        shared = f"Shared<Variant{{{', '.join(map(str, stage.variant))}}}>"
+        shared = f"Shared<Tiles<Variant{{{', '.join(map(str, stage.variant))}}}>>"
         source += f"static_assert(sizeof({shared}) == {stage.shared});\n"
     source += "template <Variant V> __global__ void nothing() {}\n"
     monkeypatch.setattr(build, "_sources", lambda kernel: (source, build._headers(source)))

@@ -1,0 +1,22 @@
+"""The stage that copies x into the order and the 16-byte rows that a kernel reads: gather.cu's launch."""
+
+from __future__ import annotations
+
+from .launch import Device, Stage
+
+AS_IT_LIES, PERM, FRAGMENTS = 0, 1, 2
+"""Orders of k: its own; the module's ``perm``; within each 16 as strips hold it, for MMAs of 16 bits."""
+
+
+def stage(order: int, m: int, k_padded: int, device: Device) -> Stage:
+    """x [m, k] -> ``gathered`` [m, k_padded], zeros beyond k."""
+    return Stage(
+        kernel="gather",
+        variant=(order,),
+        target=f"sm_{device.arch}",
+        grid=(-(-k_padded // 2048), min(m, 4 * device.sms), 1),
+        block=256,
+        shared=0,
+        args=("perm", "x", "gathered", "m", "k", "k_padded", "ldx"),
+        overlap=device.overlaps,
+    )

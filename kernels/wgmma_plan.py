@@ -1,0 +1,83 @@
+"""What the kernels on wgmma.cuh's pipeline have in common: tiles, how they go round the device, what they need.
+
+A tile is ``features`` x ``tokens``; ``ways`` groups of warps share its features and take every ways-th 64 k. Tiles go
+round a grid of one block for each SM; with ``cut`` those of the last wave are cut along k, so that every SM has its
+share, and the warps that finish last add the parts in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .launch import Device
+
+NVRTC = (13, 3)
+"""Compilers before this one may overwrite the A registers of a wgmma that still runs."""
+
+STEP = 64  # k of a stage of x
+WARP_FEATURES = 32
+
+START = 6.0
+"""us of a launch, its first loads and its last stores; H200, 2026-11-29, as all that follow."""
+CUT, SUMS = 2.0, 2800
+"""us of adding the parts of cut tiles, and a tile's sums that lengthen it by another us."""
+
+
+@dataclass(frozen=True)
+class Wgmma:
+    """A block's shape."""
+
+    features: int
+    tokens: int
+    ways: int
+    cut: bool = False
+
+    @property
+    def threads(self) -> int:
+        return self.features * self.ways + 128
+
+    def __str__(self) -> str:
+        ways = f", k in {self.ways} ways" if self.ways > 1 else ""
+        return f"wgmma {self.features} x {self.tokens}{ways}{', last wave cut' if self.cut else ''}"
+
+
+def refuse(device: Device) -> str | None:
+    """None if the pipeline runs on this device, else why not."""
+    if device.arch != 90:
+        return f"needs sm_90, this is sm_{device.arch}"
+    if device.nvrtc < NVRTC:
+        return f"needs NVRTC {NVRTC[0]}.{NVRTC[1]} or newer, this is {device.nvrtc[0]}.{device.nvrtc[1]}"
+    return None
+
+
+def tiles(w: Wgmma, n_padded: int, m: int) -> int:
+    """Tiles of a product."""
+    return -(-m // w.tokens) * -(-n_padded // w.features)
+
+
+def estimate(w: Wgmma, count: int, step: float, k: int, device: Device) -> float:
+    """us on an H200, roughly, of ``count`` tiles whose steps of 64 k take ``step`` us each."""
+    waves = count / device.sms if w.cut else -(-count // device.sms)
+    add = CUT + w.features * w.tokens / SUMS if w.cut else 0
+    return START + waves * -(-k // STEP) * step + add
+
+
+def share(w: Wgmma, count: int, stages: int, device: Device) -> tuple[int, int]:
+    """(blocks, tiles that are cut) of ``count`` tiles of so many stages of weights each."""
+    split = count % device.sms if w.cut else 0
+    blocks = min(device.sms, count * stages if split else count)
+    if split * stages < blocks or split * stages * blocks >= 2**32:  # a share for each block, divided in 32 bits
+        return min(device.sms, count), 0
+    return blocks, split
+
+
+def memory(w: Wgmma, blocks: int, split: int) -> tuple[int, int]:
+    """(bytes of scratch, counters) of ``share``'s answer."""
+    return 8 * blocks * w.features * w.tokens if split else 0, split * w.features // WARP_FEATURES
+
+
+def shared(w: Wgmma, x_stages: int, weights: int, barriers: int) -> int:
+    """sizeof(Shared), bytes, with ``weights`` bytes of stages of weights and so many barriers."""
+    out = w.features // WARP_FEATURES * min(w.tokens, 32) * WARP_FEATURES * 2
+    sums = 4 * w.tokens * w.features if w.ways > 1 else 16
+    return -(-(x_stages * w.tokens * STEP * 2 + weights + out + sums + 8 * barriers) // 1024) * 1024

@@ -1,0 +1,125 @@
+"""mmq_wgmma compiles as it must for sm_90a, and its plan describes the very kernel."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from itertools import product
+
+import pytest
+from strip_linears import random_strips
+from warptile.formats.errors import UnsupportedError
+from warptile.kernels import mmq, mmq_hopper_plan, wgmma_plan
+from warptile.kernels.launch import Device
+from warptile.kernels.mmq_hopper_plan import TILES
+from warptile.kernels.mmq_plan import plan
+from warptile.kernels.mmq_strips import KINDS
+from warptile.runtime import build
+from warptile.runtime import cubin as cubins
+
+H200 = Device(arch=90, sms=132, shared=232448, nvrtc=(13, 5))
+
+try:
+    COMPILER = build.nvrtc_version()
+except UnsupportedError:
+    COMPILER = (0, 0)
+needs_nvrtc = pytest.mark.skipif(COMPILER < wgmma_plan.NVRTC, reason="needs NVRTC 13.3 or newer")
+
+
+def spec_of(kind: str, n: int = 28672, k: int = 8192, **other: object) -> dict[str, object]:
+    padded = {"n_padded": -(-n // 128) * 128, "k_padded": -(-k // 256) * 256}
+    return {
+        "kind": kind,
+        "n": n,
+        "k": k,
+        **padded,
+        "group": 32,
+        "scale_block": [1, 32],
+        "bias": None,
+        "experts": None,
+        **other,
+    }
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("kind", "x_dtype", "tile"), [("q4_k", "f16", 1), ("q6_k", "bf16", 0), ("nvfp4", "bf16", 1), ("mxfp4", "bf16", 0)]
+)
+def test_tensor_cores_are_fed_from_registers_without_spills_or_serialisation(
+    kind: str, x_dtype: str, tile: int
+) -> None:
+    stage = plan(spec_of(kind), 256, H200, x_dtype, variant=TILES[tile], numerics="exact").stages[-1]
+    cubin = build.build(build.Request(stage.kernel, stage.variant, stage.target))
+    report = cubins.resources(cubin)
+    assert report.notes == ()
+    assert report.spills == 0
+    tool = cubins.disassembler()
+    if tool is None:
+        pytest.skip("no nvdisasm")
+    sass = cubins.disassemble(cubin.image, tool)
+    at = [i for i, op in enumerate(sass) if op.startswith(f"HGMMA.64x{TILES[tile].tokens}x16")]
+    assert "R2UR" not in sass[at[0] : at[-1]]
+
+
+@needs_nvrtc
+def test_a_plan_asks_for_the_shared_memory_the_kernel_lays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``shared`` is sizeof(Shared), for every tile and kind: the compiler checks it. All fit an sm_90."""
+    source = files("warptile.kernels").joinpath("mmq_wgmma.cu").read_text("utf-8")
+    for tile, kind in product(TILES, (kind for kind, facts in KINDS.items() if facts.scales)):
+        stage = plan(spec_of(kind), 64, H200, "bf16", variant=tile, numerics="exact").stages[-1]
+        shared = f"Shared<Strips<Variant{{{', '.join(map(str, stage.variant))}}}>>"
+        source += f"static_assert(sizeof({shared}) == {stage.shared});\n"
+        assert stage.shared <= H200.shared
+    source += "template <Variant V> __global__ void nothing() {}\n"
+    monkeypatch.setattr(build, "_sources", lambda kernel: (source, build._headers(source)))
+    build.build(build.Request("nothing", stage.variant, "sm_90a"))
+
+
+def test_arguments_are_the_kernels_parameters() -> None:
+    source = files("warptile.kernels").joinpath("mmq_wgmma.cu").read_text("utf-8")
+    (found,) = re.findall(r"mmq_wgmma\(([^)]*)\)\s*{", source)
+    names = [re.findall(r"\w+", p)[-1] for p in found.split(",")]
+    numbers = ("bias_type", "part1", "part2", "part3", "split")
+    args = plan(spec_of("nvfp4"), 256, H200, "bf16").stages[-1].args
+    named = ["factors" if a == "global_scale" else a for a in args if isinstance(a, str)]
+    assert named == [name for name in names if name not in numbers]
+    assert [type(a) for a in args] == [int if name in numbers else str for name in names]
+
+
+def test_many_rows_go_to_hoppers_tensor_cores_and_few_to_8_bits() -> None:
+    for kind, m in product(("q4_0", "q6_k"), (1, 8, 64, 4096)):
+        made = plan(spec_of(kind), m, H200, "bf16")
+        assert (made.stages[-1].kernel == "mmq_wgmma") == (m >= 64)
+        assert (made.quantizes is None) == (m >= 64)
+    assert plan(spec_of("q4_0"), 1, H200, "bf16", numerics="exact").stages[-1].kernel == "mmq_wgmma"
+
+
+@pytest.mark.parametrize(
+    ("kind", "x_dtype", "device", "reason"),
+    [
+        ("mxfp4", "f16", H200, "out of f16's range"),
+        ("fp8", "bf16", H200, "which fp8 has beside them"),
+        ("q4_k", "f32", H200, "f16 or bf16 activations"),
+        ("q4_k", "bf16", Device(80, 108, 166912), "needs sm_90"),
+        ("q4_k", "bf16", Device(90, 132, 232448, (13, 0)), "needs NVRTC 13.3"),
+    ],
+)
+def test_exact_products_that_do_not_run_say_why(kind: str, x_dtype: str, device: Device, reason: str) -> None:
+    spec = spec_of(kind, scale="f32", scale_block=[128, 128], group=128) if kind == "fp8" else spec_of(kind)
+    with pytest.raises(UnsupportedError, match=reason):
+        plan(spec, 64, device, x_dtype, numerics="exact")
+
+
+def test_a_batch_invariant_plan_adds_in_one_order_whatever_m_is() -> None:
+    for m in (1, 8, 64, 300, 4096):
+        made = plan(spec_of("q5_k"), m, H200, "bf16", batch_invariant=True)
+        assert made.stages[-1].kernel == "mmq_wgmma"
+        assert made.counters == 0
+
+
+def test_every_plan_finds_its_kernel_among_those_built_ahead() -> None:
+    ahead = set(mmq_hopper_plan.variants())
+    for kind, x_dtype, m in product(("q8_0", "nvfp4"), ("f16", "bf16"), (64, 256)):
+        quant = random_strips(kind, 200, 512, whole=kind == "nvfp4")
+        for stage in plan(mmq.spec(quant.outline()), m, H200, x_dtype, numerics="exact").stages:
+            assert (stage.kernel, stage.variant, stage.target) in ahead
