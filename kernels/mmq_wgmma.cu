@@ -81,9 +81,8 @@ struct Strips {
           for (int w = 0; w < 4; w++) {
             const int r = w % 2, h = w / 2;
             const Line line(from + P::LOW + P::HIGH + (g + 8 * r) * P::FINE, 2 * p + u, h, coarse[r]);
-            const u32 word = codes[w] ^ 0x80808080u;
-            a[2 * i + h][j][r] = pack<T>(line.at(word, 0), line.at(word, 1));
-            a[2 * i + h][j][2 + r] = pack<T>(line.at(word, 2), line.at(word, 3));
+            a[2 * i + h][j][r] = line.template at<0>(codes[w]);
+            a[2 * i + h][j][2 + r] = line.template at<1>(codes[w]);
           }
         }
       }
@@ -105,13 +104,24 @@ struct Strips {
 
     static DEVICE float half_at(const u8* from) { return to_float<Dtype::f16>(*reinterpret_cast<const u16*>(from)); }
 
-    // code -> code * scale + offset, of one row and 32 or 16 k, in fp32: exact products of at most 24 bits, one rounding.
+    // code -> code * scale + offset, of one row and 32 or 16 k, rounded once.
+    //
+    // Where scales have T's own precision or make exact products, pairs of codes become pairs of 16 bits: the byte of
+    // code + 128 in the mantissa of 1024 (bf16: code + 64 in that of 128), from which one fma takes that and what
+    // fragments hold too much. Others go through fp32, where products of at most 24 bits are exact.
     struct Line {
       static constexpr Dtype S = P::S;
+      static constexpr bool SMALL = T == Dtype::bf16; // pairs of bf16 hold codes of few bits
+      static constexpr bool OWN = S == Dtype::f16 && !P::F.coarse && !P::F.minima;
+      static constexpr bool PAIRS = S == Dtype::e4m3 || (SMALL ? S == Dtype::e8m0 : OWN);
+      // 2^-up, and 1152 or 192 times that, negative, twice in a pair.
+      static constexpr u32 LESS = (SMALL ? 127 - P::F.up << 7 : 15 - P::F.up << 10) * 0x00010001u;
+      static constexpr u32 TAKEN =
+          (SMALL ? 127 + 7 - P::F.up << 7 | 0x40 : 15 + 10 - P::F.up << 10 | 0x80) * 0x00010001u | SIGNS;
       static constexpr float BASE = 32768.0f + 128.0f; // 0x47000000 with a byte of code + 128 in bits 8 to 15
-      // BASE times a scale of 11 bits is exact too, so that taking it off and scaling are one fma.
-      static constexpr bool FUSED = !P::F.coarse && !P::F.minima && !P::WIDE;
+      static constexpr bool FUSED = OWN; // BASE times a scale of 11 bits is exact: taking it off and scaling are one fma
       float scale, offset;
+      u32 pair;
 
       DEVICE Line(const u8* row, int unit, int half, const float (&coarse)[2]) {
         const int i = P::F.own == 16 ? 2 * unit + half : unit;
@@ -122,20 +132,26 @@ struct Strips {
           fine = factor_at<S>(row[i], 0);
         else
           fine = half_at(row + 2 * i);
-        scale = fine * coarse[0] * P::FOLD;
-        offset = 0;
+        pair = pack<T>(fine, fine);
+        scale = fine * coarse[0] * P::FOLD, offset = FUSED ? -BASE * scale : 0;
         if constexpr (P::F.pairs)
           offset = half_at(row + 4 * i + 2);
         else if constexpr (P::F.minima)
           offset = -(factor_at<S>(row[P::SUBS + i], 0) * coarse[1]);
-        if constexpr (FUSED) offset = -BASE * scale;
       }
-      DEVICE float at(u32 word, int i) const {
+      // Bytes 2I and 2I + 1 of a word of codes.
+      template <int I>
+      DEVICE u32 at(u32 codes) const {
+        if constexpr (PAIRS) {
+          const u32 word = SMALL ? lop3<AND_XOR>(codes, 0x7F7F7F7Fu, 0x40404040u) : codes ^ 0x80808080u;
+          return mul2<T>(fma2<T>(prmt<I ? 0x4342 : 0x4140>(word, SMALL ? 0x43u : 0x64u), LESS, TAKEN), pair);
+        } else {
+          return pack<T>(one(codes ^ 0x80808080u, 2 * I), one(codes ^ 0x80808080u, 2 * I + 1));
+        }
+      }
+      DEVICE float one(u32 word, int i) const {
         const float raised = __uint_as_float(prmt(word, 0x47000000u, 0x7504u | i << 4));
-        if constexpr (FUSED)
-          return fmaf(raised, scale, offset);
-        else
-          return fmaf(raised - BASE, scale, offset);
+        return fmaf(FUSED ? raised : raised - BASE, scale, offset);
       }
     };
   };
