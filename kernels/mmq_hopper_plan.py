@@ -18,8 +18,8 @@ Spec = Mapping[str, Any]
 
 FEATURES, WEIGHT_STAGES = 256, 2
 
-# tokens: us of a step of 64 k of a tile; H200, 2026-11-29, q4_k, f16.
-STEP_COST = {64: 0.6, 128: 0.85}
+# tokens: us of a step of 64 k of a tile; H200, 2026-11-29, q4_k, bf16.
+STEP_COST = {64: 0.75, 128: 1.13}
 TILES = tuple(Wgmma(FEATURES, tokens, 1) for tokens in STEP_COST)
 
 PARTS = 4
