@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,13 @@ from . import build
 from .arrays import ACTIVATIONS, CupyKind, Kind, NumpyKind, Operand, borrowed, host_view
 from .catalog import Catalog, Module
 from .cublas import Cublas
-from .dense import BITS, Dense, multiply, view
-from .launch import Bound, describe
+from .dense import BITS, Dense, multiply
+from .launch import Bound, in_words
 from .load import Uploader
 from .product import Pair, Product, Quantized
 from .ready import Ready
-from .scratch import Lane, Lanes, capture_id, on
-
-ROWS = 1 << 18
-"""Rows of x in one product: grids and 32-bit extents hold that many for any n and k."""
+from .rows import ROWS, given, packed, some
+from .scratch import Lane, Lanes, capture_id
 
 
 def devices() -> tuple[int, str]:
@@ -137,7 +134,7 @@ class Cuda:
                 handle = Quantized(self, kind, borrowed(x), numerics, lane, loan, partial(setattr, loan, "free", True))
                 if x.rows:
                     there = x if x.device is not None else self._sent("quantize", "x", x, lane, stream)
-                    there = there if there.row_stride is not None else _packed(there, lane, stream)
+                    there = there if there.row_stride is not None else packed(there, lane, stream)
                     assert there.row_stride is not None
                     given = {"quantized": loan.memory.ptr, "factors": loan.memory.ptr + codes}
                     bound.launch(stream, {"x": there.pointer, "ldx": there.row_stride, **given}, 0, None)
@@ -183,7 +180,7 @@ class Cuda:
             return
         lane = self._lanes.of(stream)
         with lane.lock:
-            self._rows(replace(p, x=_packed(p.x, lane, stream)), out, stream)
+            self._rows(replace(p, x=packed(p.x, lane, stream)), out, stream)
         self._lanes.settle(lane)
 
     def _pair(self, gate: Product, out: Operand, stream: int, up: Product) -> None:
@@ -191,9 +188,9 @@ class Cuda:
         lane, x = self._lanes.of(stream), gate.x
         with lane.lock:
             if x.row_stride is None:
-                x = _packed(x, lane, stream)
+                x = packed(x, lane, stream)
             for start in range(0, x.rows, ROWS):
-                part, to = _slice(x, start), _slice(out, start)
+                part, to = some(x, start), some(out, start)
                 operands = {"x": part.pointer, "ldx": part.row_stride or 0, "y": to.pointer, "ldy": to.row_stride or 0}
                 bound = self.ready.pair(gate.module, up.module, x.dtype, part.rows, part.aligned, stream)
                 if bound is not None:
@@ -240,16 +237,16 @@ class Cuda:
     def _rows(self, p: Product, out: Operand, stream: int) -> None:
         """A product of regular rows, at most ROWS of them at once."""
         for start in range(0, p.x.rows, ROWS):
-            part, to = _slice(p.x, start), _slice(out, start)
+            part, to = some(p.x, start), some(out, start)
             bound = self.ready.product(p.module, p.x.dtype, part.rows, part.aligned, p.numerics, p.quantized, stream)
-            added = None if p.residual is None else _slice(p.residual, start)
+            added = None if p.residual is None else some(p.residual, start)
             operands = {"x": part.pointer, "y": to.pointer, "ldx": part.row_stride or 0, "ldy": to.row_stride or 0}
             if added is not None:
                 operands |= {"residual": added.pointer, "ld_residual": added.row_stride or 0}
             if p.rounding == "each":
                 operands["each"] = 1
             if p.quantized is not None:
-                operands |= _given(p.quantized, start)
+                operands |= given(p.quantized, start)
             if isinstance(bound, Bound) and not bound.adds:
                 _refuse_adding(p)
             if isinstance(bound, Bound) and not bound.needs_memory:
@@ -283,7 +280,7 @@ class Cuda:
         plan = self.ready.plan(module, m, dtype, module.k % 8 == 0, numerics)
         if isinstance(plan, str):
             return (f"cuBLAS, decoded on the device once, fp32 accumulation: {plan}",)
-        return _told(plan)
+        return in_words(plan)
 
     def explain_pair(self, gate: Module, up: Module, m: int, dtype: str) -> tuple[str, ...]:
         plan = self.ready.plan_pair(gate, up, m, dtype, gate.k % 8 == 0)
@@ -291,7 +288,7 @@ class Cuda:
             lines = (self.explain(self.catalog.stored(one), m, dtype, None) for one in (gate, up))
             told = (f"{one.name}: {line[0]}" for one, line in zip((gate, up), lines, strict=True))
             return (f"two products, then silu of the first times the second: {plan}", *told)
-        return _told(plan)
+        return in_words(plan)
 
     def load(self, modules: Sequence[Module]) -> None:
         with current(self.index):
@@ -357,16 +354,6 @@ class Cuda:
             self._lanes.clear()
 
 
-def _told(plan: plans.Plan) -> tuple[str, ...]:
-    """A plan in words."""
-    stages = [f"stage {i}: {describe(stage)}" for i, stage in enumerate(plan.stages, 1)]
-    memory = f"scratch {plan.scratch} B, gathered x {plan.gathered} B, {plan.counters} counters"
-    if plan.quantizes:
-        memory += f", x as {plan.quantizes} {plan.quantized + plan.factors} B"
-    rejected = [f"not {what}: {why}" for what, why in plan.rejected]
-    return (*stages, f"why: {plan.why}", memory, *rejected)
-
-
 def _launch(bound: Bound, stream: int, operands: dict[str, int], expert: int, lane: Lane) -> None:
     """A launch with scratch; counters that a failure may have left counting are given up."""
     try:
@@ -390,31 +377,3 @@ def _refuse_adding(p: Product) -> None:
     if p.residual is not None or each:
         asked = "round each step" if p.residual is None else "add a residual"
         raise UnsupportedError(f"kernels of {p.module.layout} modules do not {asked}", tensor=p.module.name)
-
-
-def _given(handle: Quantized, start: int) -> dict[str, int]:
-    """Where the quantised rows from ``start`` on lie in a handle's memory."""
-    rows, k = prod(handle.shape[:-1]), handle.shape[-1]
-    (all_codes, _), (codes, factors) = nbytes(handle.numerics, rows, k), nbytes(handle.numerics, start, k)
-    pointer = handle.memory.memory.ptr
-    return {"quantized": pointer + codes, "factors": pointer + all_codes + factors}
-
-
-def _slice(x: Operand, start: int) -> Operand:
-    """At most ROWS rows of an operand of regular rows, as a matrix."""
-    if start == 0 and x.rows <= ROWS:
-        return x
-    stride, width = x.row_stride, x.shape[-1]
-    assert stride is not None
-    shape = min(ROWS, x.rows - start), width
-    return replace(x, pointer=x.pointer + start * stride * x.item, shape=shape, strides=(stride, 1))
-
-
-def _packed(x: Operand, lane: Lane, stream: int) -> Operand:
-    """A copy of x in the lane, as contiguous rows."""
-    shape, word = (x.rows, x.shape[-1]), f"uint{8 * x.item}"
-    with on(stream):
-        source = view(x.pointer, x.shape, x.strides, word, x.owner)
-        copy = view(lane.buffer("packed x", x.rows * shape[1] * x.item), shape, (shape[1], 1), word, lane)
-        copy.reshape(x.shape)[...] = source
-    return replace(x, pointer=copy.data.ptr, shape=shape, strides=(shape[1], 1), owner=lane)

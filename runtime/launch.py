@@ -106,6 +106,16 @@ def describe(stage: Stage) -> str:
     return f"{stage.kernel}<{variant}> {stage.target}, {size}"
 
 
+def in_words(plan: Plan) -> tuple[str, ...]:
+    """A plan in words, line by line."""
+    stages = [f"stage {i}: {describe(stage)}" for i, stage in enumerate(plan.stages, 1)]
+    memory = f"scratch {plan.scratch} B, gathered x {plan.gathered} B, {plan.counters} counters"
+    if plan.quantizes:
+        memory += f", x as {plan.quantizes} {plan.quantized + plan.factors} B"
+    rejected = [f"not {what}: {why}" for what, why in plan.rejected]
+    return (*stages, f"why: {plan.why}", memory, *rejected)
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """One stage: argument words (8 bytes each) and the array of their addresses that the driver reads."""
