@@ -15,9 +15,9 @@ struct Variant {
 
 constexpr int THREADS = 512;
 
-// Strips in flight, 2 to 4 kB each: where memory is fast, as many as 128 registers hold.
+// Strips in flight, 2 to 4 kB each: as many as 128 registers hold where that was measured; elsewhere some kinds spill.
 constexpr int ahead(Variant v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
   return 1;
 #else
   constexpr auto lean = [](KindFacts f) { return f.bits == 4 && f.high == 0 && f.own == 32 && !f.lookup; };
@@ -41,13 +41,14 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
   float4* slots = reinterpret_cast<float4*>(shared); // [chunk][warps][32]
   // What a lane needs of x in a step, [units / 2][2][32]: words [unit][half] of token g, then factors [unit][token] of
-  // tokens 2t, 2t + 1. Registers are for strips in flight.
-  uint4* tokens = reinterpret_cast<uint4*>(shared) + chunk * warps * 32 + warp * UNITS * 32 + lane;
+  // tokens 2t, 2t + 1; at last sums of x of token g in units t and t + 4, in two parts of 11 bits: lower, upper ones.
+  // Registers are for strips in flight.
+  uint4* tokens = reinterpret_cast<uint4*>(shared) + chunk * warps * 32 + warp * (UNITS + 1) * 32 + lane;
   const int steps = k_padded / DEPTH;
   // plan() gives every warp a step or more and keeps the products in 32 bits.
   auto part = [&](u32 i) { return int(u32(steps) * i / (gridDim.y * warps)); };
   const int begin = part(blockIdx.y * warps + warp), end = part(blockIdx.y * warps + warp + 1);
-  auto share = [&](u32 i) { return int(u64(rows) * i / gridDim.x); };
+  auto share = [&](u32 i) { return int(u32(rows) * i / gridDim.x); };
   const int top = share(blockIdx.x), bottom = share(blockIdx.x + 1);
   const Beside<G> beside(scales, block_n, block_k, in_row, in_column, n);
 
@@ -78,17 +79,17 @@ __global__ void __launch_bounds__(THREADS, 1)
   let_next_start();
   // The first loads of W wait neither for x nor for the kernel before.
   Place at = {top, begin, top, min(top + chunk, bottom)};
+  if (top < bottom) { // always: a branch that the wait is not moved over
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) {
-    const FromGlobal first = from(at, i);
+    for (int i = 0; i < AHEAD; i++) {
+      const FromGlobal first = from(at, i);
 #pragma unroll
-    for (int p = 0; p < UNITS / 2; p++) strip[i].load(first, lane, p);
-    row_factors[i].load(first, lane);
-    if constexpr (V.block) load_scales(at, i);
+      for (int p = 0; p < UNITS / 2; p++) strip[i].load(first, lane, p);
+      row_factors[i].load(first, lane);
+      if constexpr (V.block) load_scales(at, i);
+    }
   }
-
   wait_for_previous(quantized);
-  float low[2], high[2]; // sums of x of token g in units t and t + 4, in two parts of 11 bits
   const Output out{y, ldy, m, n, bias, Dtype(bias_type), residual, ld_residual, each};
   const Factor factor{factors, n, columns, {part1, part2, part3}};
   auto finish = [&](int row, float4 v) {
@@ -121,12 +122,14 @@ __global__ void __launch_bounds__(THREADS, 1)
         tokens[64 * p + 32] = {by[0], by[1], by[2], by[3]};
       }
       if constexpr (P::F.minima) {
+u32 split[4];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const float sum = factor_of(g, (t + 4 * h) * 2 + 1);
-          high[h] = __uint_as_float(__float_as_uint(sum) & 0xFFFFE000u);
-          low[h] = sum - high[h];
+          split[2 + h] = __float_as_uint(sum) & 0xFFFFE000u;
+          split[h] = __float_as_uint(sum - __uint_as_float(split[2 + h]));
         }
+        tokens[32 * UNITS] = {split[0], split[1], split[2], split[3]};
       }
     }
     const Place next = next_of(at);
@@ -176,8 +179,9 @@ __global__ void __launch_bounds__(THREADS, 1)
       if constexpr (P::F.minima) {
         float a[4], of_strip[4] = {};
         by_row.minima(a);
-        mma_tf32(of_strip, a, low[0], low[1]);
-        mma_tf32(of_strip, a, high[0], high[1]);
+        const uint4 split = tokens[32 * UNITS];
+        mma_tf32(of_strip, a, __uint_as_float(split.x), __uint_as_float(split.y));
+        mma_tf32(of_strip, a, __uint_as_float(split.z), __uint_as_float(split.w));
 #pragma unroll
         for (int c = 0; c < 4; c++) sums[c] = fmaf(by_row.minimum_scale(c / 2), of_strip[c], sums[c]);
       }

@@ -43,6 +43,8 @@ STATIC = 128
 """Bytes of shared memory the kernels take besides what a stage asks for."""
 RESERVED = 1024
 """Bytes of shared memory the system takes for each block."""
+TOKENS = 4608
+"""Bytes of it that a warp of mmq_decode needs for x."""
 PARTS = 4
 """Parts of a fused weight that may have a factor each."""
 NEVER = 2**31 - 1
@@ -60,7 +62,7 @@ class Decode:
 
     @property
     def shared(self) -> int:
-        return self.warps * (512 * self.chunk + 4096)
+        return self.warps * (512 * self.chunk + TOKENS)
 
     def __str__(self) -> str:
         return f"decode, {self.columns} x {self.splits} blocks of {self.warps} warps"
@@ -154,7 +156,7 @@ def choose_decode(spec: Spec, device: Device) -> Decode:
         columns = min(rows, max(1, device.sms * resident // splits))
         room = (device.shared + RESERVED) // resident - RESERVED - STATIC
         most = -(-rows // columns)
-        chunk = min(most, (room // warps - 4096) // 512)
+        chunk = min(most, (room // warps - TOKENS) // 512)
         if chunk < 1:
             continue
         busiest = -(-columns * splits // device.sms) * most * -(-per // warps) * warps

@@ -15,6 +15,7 @@ import pytest
 from linears import ACTIVATION, InMemory
 from strip_linears import assert_close_to_exact, assert_is_in_8_bits, random_rows, random_strips
 from warptile.kernels import mmq
+from warptile.kernels.epilogue import finish
 from warptile.kernels.mmq_plan import TILES, refuse_tile
 from warptile.runtime import Session
 
@@ -60,9 +61,10 @@ def session(cp, quants):
 
 def times(cp, session, name, x, **more):
     """The product on the device; bf16 travels as bits."""
-    kind = CASES[name][0]
-    y = session.linear(name, cp.asarray(x.view(np.uint16)).view(x.dtype), numerics=numerics(kind), **more)
-    return y.view("uint16").get().view(x.dtype)
+    kind, bits = CASES[name][0], f"u{x.itemsize}"
+    more = {key: cp.asarray(v.view(bits)).view(v.dtype) if hasattr(v, "view") else v for key, v in more.items()}
+    y = session.linear(name, cp.asarray(x.view(bits)).view(x.dtype), numerics=numerics(kind), **more)
+    return y.view(bits).get().view(x.dtype)
 
 
 @pytest.mark.parametrize("dtype", ACTIVATION)
@@ -128,6 +130,30 @@ def test_an_expert_is_picked_from_a_stack(cp, kind):
             x = random_rows(m, 700, "bfloat16")
             y = times(cp, s, kind, x, expert=expert)
             assert_is_in_8_bits(y, q, x, expert, loses=FP8 if kind == "fp8" else 2.0**-20)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "mxfp4", "fp8"])
+def test_float32_rows_give_sums_that_residuals_are_added_to(cp, session, quants, name):
+    """By the epilogue's own reference."""
+    q, loses = quants[name], FP8 if name == "fp8" else 2.0**-20
+    for m in (1, 8, 20, 100):
+        x = random_rows(m, q.k, "float16")
+        y = times(cp, session, name, np.float32(x))
+        assert_is_in_8_bits(y, q, np.float32(x), loses=loses)
+        residual = random_rows(m, 100, "float16", seed=5)
+        got = times(cp, session, name, x, residual=residual)
+        want = finish(y - np.float32(q.bias), x.dtype, q.bias, residual)
+        np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2**-10, atol=2**-12 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "mxfp4", "square"])
+def test_batch_invariant_rows_have_the_same_bits_for_every_m(cp, quants, name):
+    with Session(InMemory({name: quants[name]}, {}, mmq), batch_invariant=True) as s:
+        x = random_rows(100, quants[name].k, "float16")
+        y = times(cp, s, name, x)
+        assert_is_in_8_bits(y, quants[name], x)
+        for m in (1, 5, 17, 64):
+            np.testing.assert_array_equal(times(cp, s, name, x[:m]), y[:m])
 
 
 def test_quantized_rows_are_shared_and_exact_stays_exact(cp, session, quants):
