@@ -24,6 +24,7 @@ from shapes import Shape
 from timing import graph_time, torch_graph_time
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin, marlin_plan
+from warptile.kernels import marlin_decode_plan as few
 from warptile.kernels import marlin_hopper_plan as hopper
 from warptile.kernels import wgmma_plan as wgmma
 from warptile.kernels.launch import Device, Plan
@@ -38,15 +39,13 @@ def candidates(spec: dict[str, Any], m: int, device: Device, x_dtype: str) -> It
     """Every variant that runs, and the plan it makes."""
     columns = spec["n_padded"] // 64
     tiles: list[Any] = []
-    if m <= marlin_plan.DECODE_TOKENS:
-        tiles = [
-            marlin_plan.Decode(w, s, c) for w, s in product((4, 8, 16), (1, 2, 3)) for c in (columns, columns // 2)
-        ]
+    if m <= few.DECODE_TOKENS:
+        tiles = [few.Decode(w, s, c) for w, s in product((4, 8, 16), (1, 2, 3)) for c in (columns, columns // 2)]
     if hopper.refuse(spec, device, x_dtype) is None:
         tiles += [w for w in hopper.TILES if hopper.refuse_tile(spec, device, x_dtype, w) is None]
     tiles += [t for t in marlin_plan.TILES if marlin_plan.refuse_tile(spec, device, x_dtype, t) is None]
     for tile in tiles:
-        cuts = [] if isinstance(tile, marlin_plan.Decode) else [replace(tile, cut=True)]
+        cuts = [] if isinstance(tile, few.Decode) else [replace(tile, cut=True)]
         for variant in (tile, *cuts):
             try:
                 yield variant, marlin_plan.plan(spec, m, device, x_dtype, variant=variant)

@@ -11,7 +11,9 @@ from dataclasses import replace
 from ..formats.errors import UnsupportedError
 from . import marlin_scales as scales
 from .launch import Device, Part, Plan
-from .marlin_plan import Decode, check_supported, choose_decode, decode, refuse_decode, rows_read, with_rows
+from .marlin_decode_plan import Decode, choose_decode, decode, refuse_decode
+from .marlin_launch import rows_read, with_rows
+from .marlin_plan import check_supported
 
 ALIKE = ("k", "n_padded", "k_padded", "element", "group", "scale", "scale_block", "zero", "experts")
 TILE = 64

@@ -15,20 +15,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd
 from typing import Any
 
-from ..formats.canonical import ELEMENTS, SCALE_DTYPES
+from ..formats.canonical import ELEMENTS
 from ..formats.errors import UnsupportedError
-from . import gather
 from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
-from .launch import At, Device, Part, Plan, Stage
+from .launch import Device, Part, Plan, Stage
+from .marlin_decode_plan import Decode, choose_decode, decode, decode_run, refuse_decode
+from .marlin_launch import args_of, gather_of, rows_read, run_of, variant_of, with_rows
 from .wgmma_plan import NVRTC, Wgmma
 
 Spec = Mapping[str, Any]
 
-DECODE_TOKENS = 8
 X_DTYPES = ("f16", "bf16", "f32")
 
 CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -39,26 +38,8 @@ K_LIMIT = 2**21
 HOPPER_SHARED = 232448
 """Bytes of shared memory a block has on every sm_90."""
 
-PAIRED = "; each row of x is multiplied as two of f16, which keep 22 bits of its numbers and any size; sums stay fp32"
-
-LARGE = 1 << 27
-"""Weights from which on wgmma reads groups of 16 faster than decode: 44 us for 53 at 28672 x 8192, as fast at 14336 x
-4096 (H200)."""
-
 STATIC = 128
 """Bytes of shared memory the kernels take besides what a stage asks for."""
-
-
-@dataclass(frozen=True)
-class Decode:
-    """How marlin_decode divides the work: ``columns`` x ``splits`` blocks of ``warps`` warps, which also split k."""
-
-    warps: int
-    splits: int
-    columns: int
-
-    def __str__(self) -> str:
-        return f"decode, {self.columns} x {self.splits} blocks of {self.warps} warps"
 
 
 @dataclass(frozen=True)
@@ -114,136 +95,9 @@ START, CUT = 5.0, 8.0
 TILES = tuple(Tiled(blocks, columns, wn, 1) for blocks, columns, wn in STEP_COST)
 
 
-def _run(spec: Spec, most: int) -> int:
-    """Slices of 16 k that share a scale in a loop body of ``most``; 0 when all of k does."""
-    return 0 if spec["group"] == -1 else gcd(spec["group"] // 16, most)
-
-
-def _variant(spec: Spec, x_dtype: str, run: int, *shape: int) -> tuple[int, ...]:
-    """The fields every ``Variant`` begins with, then the kernel's own."""
-    names, dtypes = list(ELEMENTS), list(SCALE_DTYPES)
-    types = names.index(spec["element"]), dtypes.index(x_dtype), dtypes.index(spec["scale"])
-    kind = int(spec["zero"] is not None), run, int(scales.block(spec)), int(scales.factor(spec))
-    return *types, *kind, *shape
-
-
-def _tensors(part: Part, prefix: str = "") -> tuple[str | At, ...]:
-    """Where a part's codes, scales, zero points, factors and bias begin."""
-    spec = part.spec
-    names = ("qweight", "scales", "qzeros", scales.factors(spec), "bias")
-    if not part.first:
-        return tuple(prefix + name for name in names)
-    bits = ELEMENTS[spec["element"]].bits
-    column = {"qweight": 16 * bits, "scales": 8 * SCALE_DTYPES[spec["scale"]].itemsize, "qzeros": bits}  # bits of each
-    if spec["bias"]:
-        column["bias"] = 8 * SCALE_DTYPES[spec["bias"]].itemsize
-    return tuple(At(prefix + name, part.first * column.get(name, 0) // 8) for name in names)
-
-
-def _bias_type(spec: Spec) -> int:
-    return list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
-
-
-def _args(part: Part, rows: int, gathered: bool) -> tuple[str | int | At, ...]:
-    """What both kernels begin with; gathered rows are k_padded long."""
-    x, k, ldx = ("gathered", "k_padded", "ld_gathered") if gathered else ("x", "k", "ldx")
-    operands = (*_tensors(part), x, "y", "residual", "factors", "scratch", "counters")
-    extents = (rows, part.n, k, "n_padded", "k_padded", "group", ldx, "ldy", "ld_residual", "each")
-    return (*operands, *extents, _bias_type(part.spec), *scales.args(part.spec))
-
-
-def rows_read(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool) -> tuple[int, Stage | None]:
-    """How many rows kernels multiply, and the launch before that makes them where those of x cannot be read."""
-    if x_dtype == "f32":
-        return 2 * m, _pairs(spec, m, device)
-    return m, _gather(spec, m, device) if spec["perm"] or not aligned else None
-
-
-def _pairs(spec: Spec, m: int, device: Device) -> Stage:
-    return Stage(
-        kernel="pairs",
-        variant=(int(spec["perm"]),),
-        target=f"sm_{device.arch}",
-        grid=(min(m, 4 * device.sms), 1, 1),
-        block=512,
-        shared=0,
-        args=("perm", "x", "gathered", "factors", "m", "k", "k_padded", "ldx"),
-    )
-
-
-def _gather(spec: Spec, m: int, device: Device) -> Stage:
-    return gather.stage(gather.PERM if spec["perm"] else gather.AS_IT_LIES, m, spec["k_padded"], device)
-
-
-def _decode_run(spec: Spec) -> int:
-    return _run(spec, 32 // ELEMENTS[spec["element"]].bits)
-
-
-def refuse_decode(spec: Spec, rows: int, device: Device, x_dtype: str, batch_invariant: bool = False) -> str | None:
-    """None if marlin_decode multiplies so many rows, else why another kernel does."""
-    if batch_invariant:
-        return "its sums depend on m"
-    if rows > DECODE_TOKENS:
-        return f"serves up to {DECODE_TOKENS} rows, this has {rows}"
-    integers = ELEMENTS[spec["element"]].bits == 4 and not ELEMENTS[spec["element"]].is_float
-    large = spec["n_padded"] * spec["k_padded"] >= LARGE
-    if spec["group"] == 16 and integers and large and x_dtype != "f32" and hopper.refuse(spec, device, x_dtype) is None:
-        return "slower than wgmma where large matrices have a scale for every 16 k"
-    return None
-
-
-def choose_decode(spec: Spec, device: Device) -> Decode:
-    """About 16 warps for each SM, but 4 to 16 in a block and two loop bodies of k for each."""
-    tiles = spec["n_padded"] // 64
-    bodies = max(1, spec["k_padded"] // (16 * 32 // ELEMENTS[spec["element"]].bits))
-    wide = spec["scale"] == "f32" and not scales.block(spec)
-    many_scales = wide and 0 < _decode_run(spec) < 32 // ELEMENTS[spec["element"]].bits
-    most = 8 if many_scales else 16
-    warps = 4
-    while warps < most and 2 * warps * tiles <= 18 * device.sms and 2 * warps <= bodies:
-        warps *= 2
-    splits = max(1, min(device.sms // tiles, bodies // (2 * warps)))
-    if spec["element"] == "e2m1" and splits == 1 and 4 * warps <= bodies:
-        # Decoding takes about as long as reading: the SM with the most tiles decides, and half tiles share out evenly.
-        # H200, 2026-11-29, 28672 x 8192, m = 1: e8m0 47.7 us, uncut over 51.5; e4m3 and a global 50.9, uncut over 54.5.
-        busiest = [-(-tiles * cuts // device.sms) / cuts for cuts in (1, 2)]
-        splits = 2 if busiest[1] < 0.95 * busiest[0] else 1
-    waves = -(-tiles // (4 * device.sms))
-    return Decode(warps, splits, -(-tiles // waves))
-
-
-def decode(
-    part: Part, rows: int, device: Device, x_dtype: str, before: Stage | None, d: Decode, up: Part | None = None
-) -> Plan:
-    """The launches of marlin_decode; with ``up`` of a pair, whose first matrix is ``part``."""
-    spec, tiles = part.spec, -(-part.n // 64) if up else part.spec["n_padded"] // 64
-    second = (*_tensors(up or part, "up."), _bias_type((up or part).spec))
-    # A pair has eight warps or more, and k in as many parts as one matrix has.
-    warps, matrices = (max(8, d.warps), 2) if up else (d.warps, 1)
-    buffers = 1 if d.columns >= tiles else 2
-    stage = Stage(
-        kernel="marlin_decode",
-        variant=_variant(spec, x_dtype, _decode_run(spec), 2 * d.warps // warps if up else 0),
-        target=f"sm_{device.arch}",
-        grid=(d.columns, d.splits, 1),
-        block=32 * warps,
-        shared=buffers * matrices * d.warps * rows * 68 * 4,
-        args=(*_args(part, rows, before is not None), *second),
-        overlap=device.overlaps,
-    )
-    cut = d.splits > 1
-    return Plan(
-        (before, stage) if before else (stage,),
-        f"{d}: at m <= {DECODE_TOKENS} the time is that of reading the weights once",
-        scratch=4 * d.splits * matrices * rows * tiles * 64 if cut else 0,
-        counters=tiles if cut else 0,
-        rejected=(("tiled", f"its smallest tile has 16 tokens, this has {rows}"),),
-    )
-
-
 def _resident(spec: Spec, x_dtype: str, t: Tiled) -> int:
     """Blocks on one SM."""
-    lean = ELEMENTS[spec["element"]].bits == 4 and _run(spec, 4) != 1 and not scales.mixed(spec, x_dtype)
+    lean = ELEMENTS[spec["element"]].bits == 4 and run_of(spec, 4) != 1 and not scales.mixed(spec, x_dtype)
     return 2 if t.blocks * t.columns <= 8 and lean else 1
 
 
@@ -253,7 +107,7 @@ def refuse_tile(spec: Spec, device: Device, x_dtype: str, t: Tiled) -> str | Non
         return f"needs {t.shared + STATIC} bytes of shared memory, a block has {device.shared}"
     if t.blocks * t.columns > 16 and scales.mixed(spec, x_dtype):
         return f"{spec['scale']} scales multiply {x_dtype} sums in fp32, which leaves too few registers"
-    if t.blocks * t.columns > 8 and scales.mixed(spec, x_dtype) and _run(spec, 4) == 1 and scales.wide(spec):
+    if t.blocks * t.columns > 8 and scales.mixed(spec, x_dtype) and run_of(spec, 4) == 1 and scales.wide(spec):
         return f"{spec['scale']} scales of every 16 k and fp32 sums they multiply take too many registers"
     return None
 
@@ -319,12 +173,12 @@ def _tiled(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | 
     streams = min(blocks, rest * steps) if t.cut and rest * steps * blocks < 2**32 else rest
     stage = Stage(
         kernel="marlin_tiled",
-        variant=_variant(spec, x_dtype, _run(spec, 4), t.blocks, t.columns, t.wn, t.wm),
+        variant=variant_of(spec, x_dtype, run_of(spec, 4), t.blocks, t.columns, t.wn, t.wm),
         target=f"sm_{device.arch}",
         grid=(blocks if waves else streams, 1, 1),
         block=256,
         shared=t.shared,
-        args=(*_args(Part(spec, 0, spec["n"]), rows, before is not None), down, steps, waves, streams),
+        args=(*args_of(Part(spec, 0, spec["n"]), rows, before is not None), down, steps, waves, streams),
         overlap=device.overlaps,
     )
     cut = streams > rest
@@ -390,26 +244,13 @@ def plan(
         rejected = (("decode", against), *rejected)
     if isinstance(variant, Decode):
         if spec["k"] % 2:
-            before = before or _gather(spec, m, device)
+            before = before or gather_of(spec, m, device)
         made = decode(Part(spec, 0, spec["n"]), rows, device, x_dtype, before, variant)
     elif isinstance(variant, Wgmma):
         made = hopper.launch(spec, m, device, x_dtype, before, variant)
     else:
         made = _tiled(spec, rows, device, x_dtype, before, variant)
     return replace(with_rows(made, spec, m, x_dtype), rejected=rejected or made.rejected)
-
-
-def with_rows(made: Plan, spec: Spec, m: int, x_dtype: str) -> Plan:
-    """A plan with the memory that the rows of its first stage take."""
-    if len(made.stages) == 1:
-        return made
-    split = x_dtype == "f32"
-    return replace(
-        made,
-        why=made.why + PAIRED if split else made.why,
-        gathered=2 * m * spec["k_padded"] * (2 if split else 1),
-        factors=4 * m if split else 0,
-    )
 
 
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -425,9 +266,10 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
     )
     for spec, x_dtype in every:
         fitting = [t for t in TILES if refuse_tile(spec, device, x_dtype, t) is None]
-        rows = [("marlin_decode", _variant(spec, x_dtype, _decode_run(spec), pair)) for pair in (0, 1, 2)]
+        rows = [("marlin_decode", variant_of(spec, x_dtype, decode_run(spec), pair)) for pair in (0, 1, 2)]
         rows += [
-            ("marlin_tiled", _variant(spec, x_dtype, _run(spec, 4), t.blocks, t.columns, t.wn, t.wm)) for t in fitting
+            ("marlin_tiled", variant_of(spec, x_dtype, run_of(spec, 4), t.blocks, t.columns, t.wn, t.wm))
+            for t in fitting
         ]
         for row in rows:
             if row not in seen:

@@ -18,8 +18,9 @@ from warptile.kernels import marlin
 from warptile.kernels import swiglu as gated
 from warptile.kernels.epilogue import ROUNDINGS, finish
 from warptile.kernels.launch import Device, Part, Plan
+from warptile.kernels.marlin_decode_plan import Decode
 from warptile.kernels.marlin_pair_plan import plan_pair
-from warptile.kernels.marlin_plan import Decode, Tiled, plan
+from warptile.kernels.marlin_plan import Tiled, plan
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 

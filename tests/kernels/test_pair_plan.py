@@ -9,8 +9,9 @@ from launches import A100, H200, fields, parameters, type_of
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.kernels.launch import At, Part, Stage
+from warptile.kernels.marlin_decode_plan import choose_decode
 from warptile.kernels.marlin_pair_plan import plan_pair
-from warptile.kernels.marlin_plan import choose_decode, plan, variants
+from warptile.kernels.marlin_plan import plan, variants
 
 MODERN = replace(H200, nvrtc=(13, 5))
 

@@ -9,7 +9,8 @@ from launches import A100, H200, RTX_3090, fields, parameters, type_of
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.kernels.launch import Device, Stage
-from warptile.kernels.marlin_plan import TILES, Tiled, choose_decode, plan, variants
+from warptile.kernels.marlin_decode_plan import choose_decode
+from warptile.kernels.marlin_plan import TILES, Tiled, plan, variants
 
 LAST = 2**31 - 1
 
