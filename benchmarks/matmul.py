@@ -2,7 +2,7 @@
 
     python benchmarks/matmul.py                                  int4, group 128, fp16, the shapes of shapes.py
     python benchmarks/matmul.py --element u8b128 --group 64 --dtype bfloat16 --m 1,16,256
-    python benchmarks/matmul.py --kind q4_k --m 1,8,64 --peers ""      strips of a kind, x in 8 bits
+    python benchmarks/matmul.py --kind q4_k --m 1,8,64 --peers ""      strips of a kind
     python benchmarks/matmul.py --plot benchmarks/results/h200.jsonl matmul.png
 
 Method: timing.py. Every line of the table has its error beside it: ||y - ref|| / ||ref|| against a float64 product
@@ -154,14 +154,16 @@ def read_time(nbytes: int) -> float:
     return best
 
 
-def ours(session: Session, names: list[str], x: np.ndarray, m: int, dtype: str) -> tuple[float, np.ndarray, str]:
-    session.prepare(m, dtype, names)
+def ours(
+    session: Session, names: list[str], x: np.ndarray, m: int, dtype: str, numerics: str | None = None
+) -> tuple[float, np.ndarray, str]:
+    session.prepare(m, dtype, names, numerics)
     device_x = as_device(x)
     outs = [as_device(np.zeros((m, session.module(names[0]).n), DTYPES[dtype])) for _ in range(2)]
-    call = lambda i: session.linear(names[i % len(names)], device_x, out=outs[i % 2])  # noqa: E731
+    call = lambda i: session.linear(names[i % len(names)], device_x, out=outs[i % 2], numerics=numerics)  # noqa: E731
     call(0)
     y = to_host(outs[0])
-    how = next(line for line in session.explain(names[0], m, dtype).lines if line.startswith("why"))
+    how = next(line for line in session.explain(names[0], m, dtype, numerics).lines if line.startswith("why"))
     clock = torch_graph_time if dtype == "bfloat16" else graph_time  # each captures the stream its arrays bring
     return clock(call, max(20, len(names))), y, how.removeprefix("why: ").split(":")[0]
 
@@ -231,10 +233,11 @@ def measure(shape: Shape, args: argparse.Namespace, record: dict[str, Any]) -> l
         layers: list[Any] = []
         for m in args.m:
             x = np.random.default_rng(m).standard_normal((m, shape.k)).astype(DTYPES[args.dtype])
-            time, y, how = ours(session, names, x, m, args.dtype)
+            time, y, how = ours(session, names, x, m, args.dtype, args.numerics)
             row = {
                 **record, "n": shape.n, "k": shape.k, "m": m, "element": spec["element"], "group": spec["group"],
                 "dtype": args.dtype, **({"kind": args.kind} if args.kind else {}),
+                **({"numerics": args.numerics} if args.numerics else {}),
                 "us": round(time, 2), "error": error(y, x, reference), "how": how,
                 "read_us": round(weights_read, 2), "cublas_us": None, "humming_us": None,
             }  # fmt: skip
@@ -323,6 +326,7 @@ def main() -> None:
     parser.add_argument("--element", default="u4b8", choices=["u4b8", "u4", "u8b128", "u8", "e4m3", "e2m1"])
     parser.add_argument("--group", type=int, default=128)
     parser.add_argument("--kind", choices=list(mmq.KINDS), help="strips of this kind instead of Marlin tiles")
+    parser.add_argument("--numerics", help="exact, int8, e4m3; by default what the plan takes")
     parser.add_argument("--dtype", default="float16", choices=list(DTYPES), help="activations")
     parser.add_argument("--scale", choices=list(SCALE_DTYPES), help="scales, by default the activations' type")
     parser.add_argument("--m", type=lambda text: [int(m) for m in text.split(",")], default=list(MS))
