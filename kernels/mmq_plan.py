@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | 1 to 8 | mmq_decode | rows of strips, k split over its warps: time is reading W once |
 | above | mmq_tiled | 128 features x 16 to 128 tokens |
-| 64 and more, on Hopper; any with x exact | mmq_wgmma (mmq_hopper_plan) | 256 features x 64 or 128 tokens, x as it is |
+| 33 and more, on Hopper; any with x exact | mmq_wgmma (mmq_hopper_plan) | 256 features x 64 or 128 tokens, x as it is |
 
 The others multiply x in 8 bits (``quantize``), which is the first stage: int8 with the integers of a strip, e4m3 with
 fp8.
@@ -29,8 +29,9 @@ Spec = Mapping[str, Any]
 
 DECODE_TOKENS = 8
 FEATURES = 128
-EXACT_FROM = 64
-"""Rows from which Hopper multiplies with x as it is, unless int8 is asked for: x is not rounded."""
+EXACT_FROM = 33
+"""Rows from which Hopper multiplies with x as it is, unless int8 is asked for: faster wherever int8 takes a tile of 64
+tokens or more, and x is not rounded."""
 X_DTYPES = ("f16", "bf16", "f32")
 GRIDS = ("f16", "bf16", "f32", "e8m0")
 """Types of scales beside strips that kernels read."""
