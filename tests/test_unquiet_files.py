@@ -28,7 +28,7 @@ NORM = Stored("output_norm.weight", "F32", (64,), struct.pack("<64f", *range(64)
 
 
 @contextmanager
-def at_once(seconds: int = 5) -> Iterator[None]:
+def at_once(seconds: int = 30) -> Iterator[None]:
     """Fails what waits: for a pipe nobody writes to, for the end of a device that has none."""
 
     def late(*_: object) -> None:
