@@ -101,11 +101,13 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   let_next_start();
   // The first loads of W wait neither for x nor for the kernel before.
   aim();
+  if (next_tile < tiles) { // always: a branch that the wait is not moved over
 #pragma unroll
-  for (int i = 0; i < DEPTH; i++) fetch_slice(i, next + i < next_end);
-  if constexpr (V.run != 0) {
+    for (int i = 0; i < DEPTH; i++) fetch_slice(i, next + i < next_end);
+    if constexpr (V.run != 0) {
 #pragma unroll
-    for (int r = 0; r < RUNS; r++) fetch_scale(r, next_tile, next + r * R, next + r * R < next_end);
+      for (int r = 0; r < RUNS; r++) fetch_scale(r, next_tile, next + r * R, next + r * R < next_end);
+    }
   }
   advance();
 

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         tokens[64 * p + 32] = {by[0], by[1], by[2], by[3]};
       }
       if constexpr (P::F.minima) {
-u32 split[4];
+        u32 split[4];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const float sum = factor_of(g, (t + 4 * h) * 2 + 1);
