@@ -161,7 +161,12 @@ __global__ void __launch_bounds__(max_threads(V), 1)
           float group_sum[4][4] = {};
           auto& sum = V.run && !EXACT ? group_sum : total;
           u32 by[4][2];
-          if constexpr (EXACT) Scaled<Element(V.element), T, S>::rows(scale[r].word, by);
+          if constexpr (EXACT) { // registers that were never loaded may hold a scale that is not a number
+            u32 words[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) words[h] = work ? scale[r].word[h] : 0;
+            Scaled<Element(V.element), T, S>::rows(words, by);
+          }
           Zero low[4], high[4];
 #pragma unroll
           for (int j = 0; j < 4; j++) {

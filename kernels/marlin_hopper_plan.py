@@ -115,7 +115,7 @@ def shared(spec: Spec, w: Wgmma, stages: int) -> int:
     bits = ELEMENTS[spec["element"]].bits
     scale = 0 if scales.block(spec) else SCALE_DTYPES[spec["scale"]].itemsize
     rows = _scale_rows(spec) * w.features * (8 * scale + (bits if spec["zero"] else 0)) // 8 or 16
-    return wgmma.shared(w, stages, stages * (STEP * w.features * bits // 8 + rows), 2 * stages + 2)
+    return wgmma.shared(w, stages, stages * (STEP * w.features * bits // 8 + rows), 2 * stages + 4)
 
 
 def _scale_rows(spec: Spec) -> int:

@@ -117,7 +117,7 @@ def variant(spec: Spec, x_dtype: str, w: Wgmma) -> tuple[int, ...]:
 def shared(kind: str, w: Wgmma) -> int:
     """sizeof(Shared) of the kernel, bytes."""
     weights = WEIGHT_STAGES * w.features // ROWS * KINDS[kind].strip
-    return wgmma.shared(w, _stages(w), weights, 2 * _stages(w) + 2 * WEIGHT_STAGES)
+    return wgmma.shared(w, _stages(w), weights, 2 * _stages(w) + 2 * WEIGHT_STAGES + 2)
 
 
 def _stages(w: Wgmma) -> int:

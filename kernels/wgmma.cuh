@@ -60,6 +60,7 @@ struct alignas(1024) Shared {
   u8 out[warps_of(S)][rows_out(S)][64];
   float4 sums[S.ways > 1 ? S.tokens / 4 : 1][S.ways > 1 ? S.features : 1]; // of the other way, a thread's side by side
   u64 full[S.stages], empty[S.stages];
+  u64 given, taken; // sums of the other way: in place, and free again
   u64 weights_full[K::STEPS > 1 ? S.weight_stages : 1], weights_empty[K::STEPS > 1 ? S.weight_stages : 1];
 };
 
@@ -296,28 +297,26 @@ DEVICE void store(float (&d)[2][K::SHAPE.tokens / 2], const Problem<K>& p, u8 (&
 
 // Named barriers. TURN_OF + group: that group may issue. A wgmma is issued as soon as the queue of the tensor cores has
 // room, so two groups that issue together finish together, and then both decode while the tensor cores wait.
-constexpr int FREE = 1, FULL = 2, TURN_OF = 3;
+constexpr int TURN_OF = 1;
 
-// Way 1 hands its sums to way 0.
+// Way 1 hands its sums to way 0, for the `turn`-th time.
 template <class K>
-DEVICE void join(float (&d)[2][K::SHAPE.tokens / 2], Shared<K>& shared, int way) {
+DEVICE void join(float (&d)[2][K::SHAPE.tokens / 2], Shared<K>& shared, int way, u32 turn) {
   constexpr Shape S = K::SHAPE;
-  constexpr int ALL = S.features * S.ways;
   static_assert(S.ways == 2);
-  const int thread = threadIdx.x % S.features;
-  if (way == 1) meet(FREE, ALL);
-  if (way == 0) meet(FULL, ALL);
+  const u32 given = shared_address(&shared.given), taken = shared_address(&shared.taken);
+  if (way == 1) barrier_wait(taken, turn % 2 ^ 1);
+  if (way == 0) barrier_wait(given, turn % 2);
 #pragma unroll
   for (int i = 0; i < S.tokens / 4; i++) {
     float* mine = &d[i / (S.tokens / 8)][i % (S.tokens / 8) * 4];
-    float4& slot = shared.sums[i][thread];
+    float4& slot = shared.sums[i][threadIdx.x % S.features];
     if (way == 1)
       slot = make_float4(mine[0], mine[1], mine[2], mine[3]);
     else
       add(mine, slot);
   }
-  if (way == 1) report(FULL, ALL);
-  if (way == 0) report(FREE, ALL);
+  barrier_arrive(way == 1 ? given : taken);
 }
 
 template <class K>
@@ -331,10 +330,9 @@ DEVICE void multiply(Shared<K>& shared, const Problem<K>& p, int warp) {
   warp %= warps_of(S);
   typename K::Decoder decode(p.source, warp, lane);
   Schedule work = p.schedule();
-  if (S.ways > 1 && way == 0) report(FREE, S.features * S.ways);
   const int group = warp / 4; // of four warps
   if (turns(S) && group == 1) report(TURN_OF + 0, 256);
-  u32 done = 0; // steps
+  u32 done = 0, joined = 0; // steps; tiles
   for (Segment s; work.next(s);) {
     float total[2][TOKENS / 2] = {}, part[2][K::SUMS ? TOKENS / 2 : 1];
     auto& d = [&]() -> float(&)[2][TOKENS / 2] {
@@ -410,7 +408,7 @@ DEVICE void multiply(Shared<K>& shared, const Problem<K>& p, int warp) {
     }
 
     if constexpr (S.ways > 1) {
-      join<K>(total, shared, way);
+      join<K>(total, shared, way, joined++);
       if (way > 0) continue;
     }
     if (s.end - s.begin < work.steps && !add_parts<K>(total, p, work, s, warp)) continue;
@@ -434,6 +432,8 @@ DEVICE void run(const Problem<K>& p, const TensorMap& x) {
       barrier_init(shared_address(&shared.weights_full[i]), 1);
       barrier_init(shared_address(&shared.weights_empty[i]), warps_of(S));
     }
+    barrier_init(shared_address(&shared.given), S.features);
+    barrier_init(shared_address(&shared.taken), S.features);
     barrier_init_done();
     prefetch(x);
   }

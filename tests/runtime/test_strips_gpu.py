@@ -92,7 +92,7 @@ def test_every_tile_and_cut_ones(cp, quants, monkeypatch, tile):
     monkeypatch.setattr(mmq, "plan", partial(real, variant=tile))
     with Session(InMemory({name: quants[name] for name in names}, {}, mmq)) as s:
         for name in names:
-            if refuse_tile(mmq.spec(quants[name].outline()), s._live.facts, tile):
+            if refuse_tile(mmq.spec(quants[name].outline()), s._live.ready.facts, tile):
                 continue
             q, loses = quants[name], FP8 if name == "fp8" else 2.0**-20
             x = random_rows(100, q.k, "float16")
