@@ -204,10 +204,14 @@ def _run(action: Callable[[], object], as_json: bool, quiet: bool = False) -> No
     except KeyboardInterrupt:
         interrupted = WarptileError("interrupted", do="the same command goes on after the last finished shard")
         raise typer.Exit(_failed(interrupted, INTERRUPTED, as_json)) from None
-    if as_json:
-        _print(report.data(result))
-    elif not quiet:
-        _print(report.text(result))
+    try:
+        if as_json:
+            _print(report.data(result))
+        elif not quiet:
+            _print(report.text(result))
+    except OSError as error:  # a full disk behind a redirection; what the command was for is done
+        print(f"error: the report could not be written: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def _failed(error: WarptileError, code: int, as_json: bool) -> int:

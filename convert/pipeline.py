@@ -25,6 +25,7 @@ from .jobs import Job, needed
 from .plan import Plan
 from .progress import Progress
 from .staging import check_paths, check_space, default_destination, is_file, staged
+from .workers import threads
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,7 @@ def convert(
     src, limit = Path(src), out.parse_size(max_shard_size)
     planning.known(source, sources(), "source format")
     planning.known(to, layouts(), "layout")
-    if workers < 0:
-        raise UsageError("no worker, no work", found=f"workers {workers}", need="0 (one a core) or more")
+    threads(workers)  # refuses fewer than none before anything is read
     if scheduler is not None:
         src = Path(os.path.abspath(src))
     dst = Path(dst) if dst is not None else default_destination(src, to)

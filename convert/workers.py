@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 
+from ..formats.errors import UsageError
+
 
 def threads(workers: int) -> int:
-    """``--workers``: 0 is one for every core this process may use."""
+    """``--workers``: 0 is one for every core this process may use. Raises UsageError for fewer."""
+    if workers < 0:
+        raise UsageError("no worker, no work", found=f"workers {workers}", need="0 (one a core) or more")
     return workers or len(os.sched_getaffinity(0))
 
 

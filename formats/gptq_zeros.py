@@ -92,9 +92,9 @@ def load(
         return Zeros(None, {} if constant is None else {"lane": constant})
 
     convention, do = label.convention, "--checkpoint-format says which"
-    if convention is None:
+    if convention is None or not (label.found or label.forced):
         raise UnsupportedError(
-            "the label does not say how zero points are stored",
+            f"{'the label does not say' if label.found else 'nothing says'} how zero points are stored",
             file=file,
             tensor=tensor,
             need="gptq (minus one) or gptq_v2 (as they are)",
@@ -117,8 +117,6 @@ def load(
             found=f"{int((lanes == top).sum())} of them, the first at [{g}, {column}]",
             do=f"--zero-wrap lane (0), word (0, with a borrow from the next lane) or none ({top + 1}){hint}",
         )
-    if not label.found and not label.forced:
-        say("assumed zeros stored minus one (gptq): nothing says otherwise")
     zero = _true(words, bits, n, convention, label.wrap)
     if constant is not None and (zero == half).all():
         return Zeros(None, {"lane": constant})

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import gcd
 from typing import Any
 
 from numpy.typing import NDArray
 
-from ..formats.canonical import Level, Outline, from_shards, per_shard
+from ..formats.canonical import SCALE_DTYPES, Level, Outline, from_shards, per_shard
 
 Array = NDArray[Any]
 
 GLOBAL = "f32"
+
+PARTS = 4
+"""Parts of a fused weight that may have a factor each, in a kernel."""
+NEVER = 2**31 - 1
+"""Where a part begins that is not there."""
 
 
 def is_global(q: Outline, levels: Sequence[tuple[str, tuple[int, int]]]) -> bool:
@@ -51,3 +57,20 @@ def global_level(spec: Mapping[str, Any], stored: Array) -> Level:
     n, k, shards = spec["n"], spec["k"], tuple(spec.get("shards", ()))
     whole = stored.reshape(*lead, -1, 1)
     return from_shards(whole, shards, k) if shards else Level(whole, (n, k))
+
+
+def refuse_parts(spec: Mapping[str, Any]) -> str | None:
+    """None if kernels know as many factors as the module has parts, else what they need."""
+    count = len(spec.get("shards", ()))
+    return f"at most {PARTS} fused parts, not {count}" if count > PARTS else None
+
+
+def starts(spec: Mapping[str, Any]) -> tuple[int, ...]:
+    """The first columns of the parts of a fused weight but its first, as kernels take them."""
+    found = (*accumulate(spec["shards"][:-1]),) if "shards" in spec else ()
+    return (*found, *(NEVER,) * (PARTS - 1))[: PARTS - 1]
+
+
+def bias_type(spec: Mapping[str, Any]) -> int:
+    """The bias's dtype by number; any where there is none."""
+    return list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0

@@ -9,8 +9,9 @@ from typing import Any
 from ..formats.canonical import ELEMENTS
 from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
+from .factors import bias_type
 from .launch import Device, Part, Plan, Stage
-from .marlin_launch import args_of, bias_type_of, run_of, tensors_of, variant_of
+from .marlin_launch import args_of, run_of, tensors_of, variant_of
 
 Spec = Mapping[str, Any]
 
@@ -75,7 +76,7 @@ def decode(
 ) -> Plan:
     """The launches of marlin_decode; with ``up`` of a pair, whose first matrix is ``part``."""
     spec, tiles = part.spec, -(-part.n // 64) if up else part.spec["n_padded"] // 64
-    second = (*tensors_of(up or part, "up."), bias_type_of((up or part).spec))
+    second = (*tensors_of(up or part, "up."), bias_type((up or part).spec))
     # A pair has eight warps or more, and k in as many parts as one matrix has.
     warps, matrices = (max(8, d.warps), 2) if up else (d.warps, 1)
     buffers = 1 if d.columns >= tiles else 2

@@ -8,7 +8,9 @@ from typing import Any
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 from . import marlin_scales as scales
 from . import wgmma_plan as wgmma
+from .factors import bias_type
 from .launch import Device, Plan, Stage
+from .marlin_launch import variant_of
 from .wgmma_plan import STEP, Wgmma
 
 Spec = Mapping[str, Any]
@@ -69,7 +71,6 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | Non
     blocks, split = wgmma.share(w, count, steps, device)
     stages = _stages(spec, w, device.shared)
     assert stages is not None
-    bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
     weights = ("qweight", "scales", "qzeros", scales.factors(spec), "bias")
     operands = (*weights, f"{x}_map", "y", "residual", "scratch", "counters")
     extents = ("m", "n", k, "n_padded", "group", "ldy", "ld_residual", "each")
@@ -80,7 +81,7 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | Non
         grid=(blocks, 1, 1),
         block=w.threads,
         shared=shared(spec, w, stages),
-        args=(*operands, *extents, bias_type, *scales.args(spec), split),
+        args=(*operands, *extents, bias_type(spec), *scales.args(spec), split),
         box=(w.tokens, STEP),
         overlap=device.overlaps,
     )
@@ -104,10 +105,7 @@ def variants(spec: Spec, x_dtype: str, most: int) -> Iterator[tuple[int, ...]]:
 
 def variant(spec: Spec, x_dtype: str, w: Wgmma, stages: int) -> tuple[int, ...]:
     """The kernel's ``Variant``."""
-    names, dtypes = list(ELEMENTS), list(SCALE_DTYPES)
-    types = names.index(spec["element"]), dtypes.index(x_dtype), dtypes.index(spec["scale"])
-    kind = int(spec["zero"] is not None), _scale_rows(spec), int(scales.block(spec)), int(scales.factor(spec))
-    return *types, *kind, w.features, w.tokens, w.ways, stages
+    return variant_of(spec, x_dtype, _scale_rows(spec), w.features, w.tokens, w.ways, stages)
 
 
 def shared(spec: Spec, w: Wgmma, stages: int) -> int:

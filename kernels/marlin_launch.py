@@ -10,6 +10,7 @@ from typing import Any
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 from . import gather
 from . import marlin_scales as scales
+from .factors import bias_type
 from .launch import At, Device, Part, Plan, Stage
 
 Spec = Mapping[str, Any]
@@ -43,16 +44,12 @@ def tensors_of(part: Part, prefix: str = "") -> tuple[str | At, ...]:
     return tuple(At(prefix + name, part.first * column.get(name, 0) // 8) for name in names)
 
 
-def bias_type_of(spec: Spec) -> int:
-    return list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
-
-
 def args_of(part: Part, rows: int, gathered: bool) -> tuple[str | int | At, ...]:
     """What both kernels begin with; gathered rows are k_padded long."""
     x, k, ldx = ("gathered", "k_padded", "ld_gathered") if gathered else ("x", "k", "ldx")
     operands = (*tensors_of(part), x, "y", "residual", "factors", "scratch", "counters")
     extents = (rows, part.n, k, "n_padded", "k_padded", "group", ldx, "ldy", "ld_residual", "each")
-    return (*operands, *extents, bias_type_of(part.spec), *scales.args(part.spec))
+    return (*operands, *extents, bias_type(part.spec), *scales.args(part.spec))
 
 
 def rows_read(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool) -> tuple[int, Stage | None]:

@@ -16,10 +16,10 @@ with each other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from typing import Any
 
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
+from .factors import NEVER, refuse_parts, starts
 
 Spec = Mapping[str, Any]
 
@@ -29,9 +29,6 @@ STORED = {"u4b8": False, "u4": True, "u8b128": False, "u8": True, "e4m3": False,
 SCALES = {**dict.fromkeys(STORED, FLOATS), "e4m3": (*FLOATS, "e8m0"), "e2m1": ("e8m0", "e4m3")}
 
 TILE = 64
-PARTS = 4
-"""Parts of a fused weight that may have a factor each."""
-NEVER = 2**31 - 1
 
 
 def _parts(spec: Spec) -> bool:
@@ -46,8 +43,8 @@ def refuse(spec: Spec) -> str | None:
         return "one scale for a column and group"
     if two and spec["scale"] != "e4m3":
         return "one scale for a column and group"
-    if "shards" in spec and len(spec["shards"]) > PARTS:
-        return f"at most {PARTS} fused parts, not {len(spec['shards'])}"
+    if reason := refuse_parts(spec):
+        return reason
     if spec["group"] != -1 and block_n != 1 and block_n % TILE:
         return f"blocks of a multiple of {TILE} columns, not {block_n}"
     return None
@@ -82,9 +79,8 @@ def wide(spec: Spec) -> bool:
 
 def args(spec: Spec) -> tuple[int, ...]:
     """``columns, part1, part2, part3`` of the kernels: extent of a block of columns, where fused parts begin."""
-    starts = (*accumulate(spec["shards"][:-1]),) if "shards" in spec else ()
-    columns = spec["scale_block"][0] if block(spec) and not starts else NEVER
-    return columns, *(*starts, *(NEVER,) * (PARTS - 1))[: PARTS - 1]
+    columns = spec["scale_block"][0] if block(spec) and len(spec.get("shards", ())) < 2 else NEVER
+    return columns, *starts(spec)
 
 
 def factors(spec: Spec) -> str:

@@ -1,4 +1,4 @@
-// y[m, n] = x[m, k] W^T for m > 8 on Hopper, from marlin tiles: wgmma.cuh's pipeline with stages of 64 k, which hold x,
+// y[m, n] = x[m, k] W^T on Hopper for more rows than marlin_decode takes, from marlin tiles: wgmma.cuh's pipeline with stages of 64 k, which hold x,
 // weights, scales and zeros as they lie. A warp takes half a 64-wide tile.
 #include "wgmma.cuh"
 
@@ -24,7 +24,7 @@ struct Tiles {
   static constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
   static constexpr int STEPS = 1, BITS = facts(E).bits;
   static constexpr bool FACTOR = V.factor, EXACT = scales_exactly(V), SUMS = V.rows != 0 && is_float(V) && !EXACT;
-  static constexpr int DECODING = (V.zero ? 12 : 0) + (BITS == 8 ? 8 : 0) + (S != T && !SUMS ? 8 : 0);
+  static constexpr int DECODING = (V.zero ? 12 : 0) + (BITS == 8 ? 8 : 0) + (S != T ? 8 : 0);
 
   static constexpr int SLICE = V.features * 2 * BITS;                        // bytes of 16 k
   static constexpr int ROW_BYTES = V.block || V.rows == 0 ? 0 : bytes_of(S); // of a column; 0: none in stages
@@ -108,10 +108,10 @@ struct Tiles {
       scale_now();
     }
 
-    template <int DEPTH>
-    DEVICE void slice(const Stage& stage, int, int slice, int g, u32 (&a)[DEPTH][2][4]) const {
+    template <int COUNT>
+    DEVICE void slice(const Stage& stage, int, int slice, int g, u32 (&a)[COUNT][2][4]) const {
 #pragma unroll
-      for (int i = 0; i < DEPTH; i++) fragments(stage, slice * DEPTH + i, g, a[i]);
+      for (int i = 0; i < COUNT; i++) fragments(stage, slice * COUNT + i, g, a[i]);
     }
 
     // 16 k of a stage -> the A fragments of two blocks, scaled: (q - zero) * scale rounded once.

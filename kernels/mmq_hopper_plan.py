@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 from ..formats.canonical import SCALE_DTYPES
 from . import gather
 from . import wgmma_plan as wgmma
+from .factors import bias_type, refuse_parts, starts
 from .launch import Device, Plan, Stage
 from .mmq_strips import BLOCK, DEPTH, KINDS, ROWS
 from .wgmma_plan import Wgmma
@@ -22,9 +23,6 @@ FEATURES, WEIGHT_STAGES = 256, 2
 STEP_COST = {64: 0.75, 128: 1.13}
 TILES = tuple(Wgmma(FEATURES, tokens, 1) for tokens in STEP_COST)
 
-PARTS = 4
-"""Parts of a fused weight that may have a factor each."""
-NEVER = 2**31 - 1
 X_DTYPES = ("f16", "bf16")
 
 
@@ -39,9 +37,7 @@ def refuse(spec: Spec, device: Device, x_dtype: str) -> str | None:
         return f"scales inside strips, which {spec['kind']} has beside them"
     if x_dtype == "f16" and scales[0][0] == "e8m0":
         return "bf16 activations: weights with scales up to 2^127 are out of f16's range"
-    if len(spec.get("shards", ())) > PARTS:
-        return f"at most {PARTS} fused parts, not {len(spec['shards'])}"
-    return None
+    return refuse_parts(spec)
 
 
 def choose(spec: Spec, m: int, device: Device, batch_invariant: bool) -> tuple[Wgmma, tuple[tuple[str, str], ...]]:
@@ -62,9 +58,6 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, w: Wgmma) -> Plan:
     """The product with one tile: x in the order of fragments, then the tiles."""
     count, steps = wgmma.tiles(w, spec["n_padded"], m), spec["k_padded"] // DEPTH
     blocks, split = wgmma.share(w, count, steps, device)
-    starts = (*accumulate(spec["shards"][:-1]),) if "shards" in spec else ()
-    parts = (*starts, *(NEVER,) * (PARTS - 1))[: PARTS - 1]
-    bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
     pointers = ("strips", "global_scale", "bias", "gathered_map", "y", "residual", "scratch", "counters")
     extents = ("m", "n", "k_padded", "n_padded", "ldy", "ld_residual", "each")
     stage = Stage(
@@ -74,7 +67,7 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, w: Wgmma) -> Plan:
         grid=(blocks, 1, 1),
         block=w.threads,
         shared=shared(spec["kind"], w),
-        args=(*pointers, *extents, bias_type, *parts, split),
+        args=(*pointers, *extents, bias_type(spec), *starts(spec), split),
         box=(w.tokens, wgmma.STEP),
         overlap=device.overlaps,
     )

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 from ..formats.canonical import SCALE_DTYPES
 from ..formats.errors import UnsupportedError
 from . import mmq_hopper_plan as hopper
 from . import quantize
+from .factors import NEVER, bias_type, refuse_parts, starts
 from .launch import Device, Plan, Stage
 from .mmq_strips import DEPTH, KINDS, ROWS
 from .wgmma_plan import Wgmma
@@ -46,9 +47,6 @@ RESERVED = 1024
 """Bytes of shared memory the system takes for each block."""
 TOKENS = 4608
 """Bytes of it that a warp of mmq_decode needs for x."""
-PARTS = 4
-"""Parts of a fused weight that may have a factor each."""
-NEVER = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -131,14 +129,11 @@ def _args(spec: Spec) -> tuple[str | int, ...]:
     own, (block_n, block_k) = KINDS[spec["kind"]].scales, spec["scale_block"]
     whole = not own and spec["group"] == -1
     factors = "scales" if whole else "global_scale"
-    starts = (*accumulate(spec["shards"][:-1]),) if "shards" in spec else ()
-    columns = block_n if whole and not starts else NEVER
-    bias_type = list(SCALE_DTYPES).index(spec["bias"]) if spec["bias"] else 0
+    columns = block_n if whole and len(spec.get("shards", ())) < 2 else NEVER
     operands = ("strips", "scales", factors, "bias", "quantized", "factors", "y", "residual", "scratch", "counters")
-    parts = (*starts, *(NEVER,) * (PARTS - 1))[: PARTS - 1]
     grid = (block_n, block_k, -(-spec["n"] // block_n), -(-spec["k"] // block_k)) if _beside(spec) else (1, 128, 1, 1)
     extents = ("m", "n", "k_padded", "ldy", "ld_residual", "each")
-    return (*operands, *extents, bias_type, columns, *parts, *grid)
+    return (*operands, *extents, bias_type(spec), columns, *starts(spec), *grid)
 
 
 def _extent(spec: Spec) -> tuple[int, int]:
@@ -280,8 +275,8 @@ def _supported(spec: Spec, device: Device, x_dtype: str, kind: str) -> None:
 
 
 def _refused_scales(spec: Spec) -> str | None:
-    if "shards" in spec and len(spec["shards"]) > PARTS:
-        return f"at most {PARTS} fused parts, not {len(spec['shards'])}"
+    if reason := refuse_parts(spec):
+        return reason
     if KINDS[spec["kind"]].scales:
         return None
     if spec["scale"] not in GRIDS:

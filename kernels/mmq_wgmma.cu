@@ -57,9 +57,9 @@ struct Strips {
     DEVICE void scale_ahead(int) {}
     DEVICE void scale_now() {}
 
-    // DEPTH / 2 units of the pair p of a strip's units, each 32 k, as fragments of 16 k.
-    template <int DEPTH>
-    DEVICE void slice(const Stage& stage, int p, int slice, int g, u32 (&a)[DEPTH][2][4]) const {
+    // COUNT / 2 units of the pair p of a strip's units, each 32 k, as COUNT fragments of 16 k.
+    template <int COUNT>
+    DEVICE void slice(const Stage& stage, int p, int slice, int g, u32 (&a)[COUNT][2][4]) const {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const u8* from = stage.strips[strip + j];
@@ -73,8 +73,8 @@ struct Strips {
           for (int part = 0; part < P::PARTS; part++)
             coarse[r][part] = P::F.coarse ? half_at(from + P::LOW + P::HIGH + 16 * P::FINE + (g + 8 * r) * P::COARSE + 2 * part) : 1.0f;
 #pragma unroll
-        for (int i = 0; i < DEPTH / 2; i++) {
-          const int u = slice * (DEPTH / 2) + i;
+        for (int i = 0; i < COUNT / 2; i++) {
+          const int u = slice * (COUNT / 2) + i;
           u32 codes[4];
           words.unit(u, bits, codes);
 #pragma unroll

@@ -16,10 +16,13 @@
 //   SHAPE, T       a block's tile; the type of x, y and the MMA
 //   STEPS          steps of 64 k in a stage of weights: one, whose stage holds x too, or more, whose ring is of its own
 //   SUMS           whether decoded weights lack a scale, which then multiplies the sums of each 64 k
+//   FACTOR         whether finished sums have a factor, which costs registers where parts of tiles are added
 //   DECODING       registers that decoding takes beyond those of 4-bit integers with scales of x's type
 //   Stage          what lies in shared memory of a stage of weights
-//   Source         what lies in global memory: `extents`; Copies fills the stages of one tile from it
-//   Decoder        a warp's: fragments of a slice, scales of sums; `finish` multiplies finished sums
+//   Source         what lies in global memory
+//   Copies         fills the stages of one tile from it
+//   Decoder        a warp's: fragments of a slice, scales of sums
+//   finish         multiplies finished sums with what is left of their scales
 #pragma once
 #include "decode.cuh"
 #include "hopper.cuh"
@@ -441,10 +444,10 @@ DEVICE void run(const Problem<K>& p, const TensorMap& x) {
 
   const int warp = uniform(threadIdx.x / 32);
   if (warp < warps_of(S) * S.ways) {
-    if constexpr (threads_of(S) > 256) registers_take<consumer_registers(S)>();
+    registers_take<consumer_registers(S)>();
     multiply<K>(shared, p, warp);
   } else {
-    if constexpr (threads_of(S) > 256) registers_release<producer_registers(S)>();
+    registers_release<producer_registers(S)>();
     if (warp == warps_of(S) * S.ways) produce<K>(shared, p, x);
   }
 }

@@ -131,12 +131,12 @@ class Session:
 
     def names(self) -> list[str]:
         """Every name ``linear`` takes: modules, and the linears that some of them were made of."""
-        assert self._backend is not None
+        _ = self._backend  # refuses when closed
         return list(self._catalog.modules)
 
     def module(self, name: str) -> Module:
         """The shape and types of a linear. Raises KeyError naming close matches."""
-        assert self._backend is not None
+        _ = self._backend  # refuses when closed
         return self._catalog.module(name)
 
     def tensor(self, name: str) -> Any:

@@ -513,11 +513,15 @@ def test_lone_files_are_read_from_their_shapes(bits: int, evidence: str, tmp_pat
     assert q.source["assumed"] == [text for _, text in checkpoint.notes]
 
 
-def test_lone_asymmetric_file_assumes_minus_one(tmp_path: Path) -> None:
-    case = gptq_case(sym=False)
-    checkpoint = open_checkpoint(case.save_lone(tmp_path))
-    check(checkpoint, case)
-    assert "assumed zeros stored minus one" in notes(checkpoint)
+@pytest.mark.parametrize("convention", ["gptq", "gptq_v2"])
+def test_a_lone_asymmetric_file_is_read_as_the_flag_says_and_not_without_it(tmp_path: Path, convention: str) -> None:
+    case = gptq_case(sym=False, convention=convention)
+    path = case.save_lone(tmp_path)
+    checkpoint = open_checkpoint(path)
+    (name,) = gptq.modules(checkpoint)
+    with pytest.raises(UnsupportedError, match=r"nothing says how zero points are stored.*--checkpoint-format"):
+        gptq.read(checkpoint, name)
+    check(open_checkpoint(path, Options(checkpoint_format=convention)), case)
 
 
 def test_lone_symmetric_file_shows_its_convention(tmp_path: Path) -> None:
