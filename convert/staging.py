@@ -66,14 +66,14 @@ def check_paths(src: Path, dst: Path, *, overwrite: bool, artifact: bool) -> Non
         return
     if not overwrite:
         raise WarptileError("already exists", file=dst, do="name another destination, or give --overwrite")
-    if dst.is_symlink():
-        raise WarptileError("is a symbolic link, which is not replaced", file=dst, do="name what it points to")
     if not _may_be_replaced(dst, artifact):
         raise WarptileError(
             f"what is there is not {'an artifact' if artifact else 'a model'}, so it is not replaced",
             file=dst,
             do="remove it yourself, or name another destination",
         )
+    if dst.is_symlink():
+        raise WarptileError("is a symbolic link, which is not replaced", file=dst, do="name what it points to")
 
 
 def _may_be_replaced(dst: Path, artifact: bool) -> bool:

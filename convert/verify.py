@@ -58,9 +58,10 @@ def verify(
         VerifyError: the first module, part and position that differ.
         CorruptError, UnsupportedError: one of the two cannot be read.
     """
+    count = threads(workers)
     artifact = open_artifact(Path(path), layouts())
     total = sum(t.nbytes for t in artifact.checkpoint.tensors.values())
-    with closing(Progress(total, "verifying", quiet)) as progress, ThreadPoolExecutor(threads(workers)) as pool:
+    with closing(Progress(total, "verifying", quiet)) as progress, ThreadPoolExecutor(count) as pool:
         if against is None:
             for name in artifact.modules:
                 _repack(artifact, name, pool)

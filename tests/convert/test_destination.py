@@ -45,6 +45,17 @@ def test_what_is_not_ours_is_not_replaced(make_directory, tmp_path, case):
     assert snapshot(tmp_path) == before
 
 
+def test_a_link_to_an_artifact_is_not_replaced(make_directory, tmp_path):
+    src, real, link = make_directory(), tmp_path / "real", tmp_path / "link"
+    convert(src, real, to="marlin")
+    link.symlink_to(real)
+    before = snapshot(tmp_path)
+    with pytest.raises(WarptileError, match="is a symbolic link, which is not replaced"):
+        convert(src, link, to="marlin", overwrite=True)
+    assert link.is_symlink()
+    assert snapshot(tmp_path) == before
+
+
 @pytest.mark.parametrize("extra", ["weights", "directory"])
 def test_an_artifact_among_other_things_is_not_replaced(make_directory, tmp_path, extra):
     src, dst = make_directory(), tmp_path / "out"

@@ -55,6 +55,7 @@ COMMANDS = {
     "a value that is no number": (["gptq-to-marlin", "none", "--workers", "x"], 2, "Invalid value"),
     "an impossible switch": (["gptq-to-marlin", "{src}", "--bits", "0"], 2, "no such width"),
     "an impossible size": (["gptq-to-marlin", "{src}", "--max-shard-size", "0"], 2, "leaves no room"),
+    "fewer workers than none": (["verify", "{src}", "--workers", "-3"], 2, "no worker, no work"),
     "SRC as DST": (["gptq-to-marlin", "{src}", "{src}"], 2, "the destination is the source"),
     "another source": (["awq-to-marlin", "{src}"], 3, "no awq modules in it"),
     "verify of a checkpoint": (["verify", "{src}"], 3, "not converted yet"),
