@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .container import DTYPES, Checkpoint, Tensor
-from .errors import CorruptError, UnsupportedError, UsageError
+from .errors import CorruptError, UnsupportedError
 
 Array = NDArray[Any]
 
@@ -114,12 +114,6 @@ def kept(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     for tensor in tensors.values():
         dtype(tensor, *(name for name, (held, _) in DTYPES.items() if held is not None))
     return tensors
-
-
-def choice(flag: str, value: str | None, *allowed: str) -> None:
-    """Refuse an unknown value of a switch. Raises UsageError."""
-    if value is not None and value not in allowed:
-        raise UsageError(f"unknown {flag} {value!r}", need=" or ".join(allowed))
 
 
 def rows_of_shards(config: Mapping[str, Any], module: str, n: int) -> tuple[int, ...]:

@@ -248,7 +248,6 @@ def _refuse_nan(weights: Weights) -> None:
 
 def _parts(checkpoint: Checkpoint, module: str) -> Parts:
     tensors, label = checkpoint.tensors, checkpoint.quantization
-    checks.choice("--nan", checkpoint.options.nan, "zero")
     names = NAMES[0] if module + NAMES[0].weight in tensors else NAMES[1]
     stored = tensors.get(module + names.weight)
     weights = fp8_weights.apart(checkpoint, module) if stored is None else fp8_weights.single(stored)

@@ -27,7 +27,6 @@ def divides(scale: Tensor, values: Array, checkpoint: Checkpoint) -> bool:
     lack of one, that has it the other way round is refused (UnsupportedError). UsageError for an unknown switch.
     """
     said, label = checkpoint.options.scale_convention, checkpoint.quantization.get("weight_scale_semantics")
-    checks.choice("--scale-convention", said, "multiply", "divide")
     if said is not None:
         divide = said == "divide"
     elif label in (None, "inverse"):

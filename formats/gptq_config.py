@@ -16,16 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import checks
 from .errors import UnsupportedError, UsageError
-from .options import Options
+from .options import CHOICES, Options
 from .patterns import matcher
 
 BITS = (2, 3, 4, 8)
 
 METHODS = ("gptq", "auto-round", "intel/auto-round")
 # checkpoint_format -> how zeros are stored; ``gptq`` stores zero - 1.
-CONVENTIONS = ("gptq", "gptq_v2", "marlin")
+CONVENTIONS = CHOICES["checkpoint_format"]
 PLANAR = "gptq_p"
 # packing_format -> the same.
 PACKINGS = {
@@ -35,7 +34,6 @@ PACKINGS = {
 }
 ELSEWHERE = ("auto_round:llm_compressor", "auto_round:auto_awq", "auto_round:awq")
 AWQ_KEYS = ("w_bit", "q_group_size", "zero_point", "version")
-WRAPS = ("lane", "word", "none")
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,6 @@ def label(config: Mapping[str, Any], options: Options, module: str, file: str) -
     Raises UnsupportedError (unknown method, format, bits, pack_dtype, or a rule that cannot be evaluated) and
     UsageError (a switch with a value that GPTQ does not have).
     """
-    checks.choice("--checkpoint-format", options.checkpoint_format, *CONVENTIONS)
-    checks.choice("--zero-wrap", options.zero_wrap, *WRAPS)
     named = method(config)
     if named not in (None, *METHODS) and options.checkpoint_format is None:
         raise UnsupportedError(

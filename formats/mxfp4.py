@@ -191,7 +191,6 @@ def _under(scales: Array, k: int) -> Array:
 
 def _parts(checkpoint: Checkpoint, module: str) -> Parts:
     tensors = checkpoint.tensors
-    checks.choice("--nan", checkpoint.options.nan, "zero")
     named = ((tensors.get(module + names.packed), names) for names in (*NAMES, ALONG_OUT))
     packed, names = next(
         (t, names) for t, names in named if t is not None and _module(checkpoint, t) == (module, names)

@@ -183,7 +183,6 @@ def _whole(
 ) -> tuple[Level, dict[str, Any]]:
     """The globals as multipliers, and what gives their stored bits back."""
     tensor, said = checkpoint.tensors[module + kind], checkpoint.options.scale_convention
-    checks.choice("--scale-convention", said, "multiply", "divide")
     checks.dtype(tensor, "F32")
     stored = tensor.array().reshape(-1)
     shards = checks.rows_of_shards(checkpoint.config, module, n)

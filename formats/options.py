@@ -6,12 +6,20 @@ from dataclasses import dataclass
 
 from .errors import UsageError
 
+CHOICES = {
+    "checkpoint_format": ("gptq", "gptq_v2", "marlin"),
+    "zero_wrap": ("lane", "word", "none"),
+    "scale_convention": ("multiply", "divide"),
+    "nan": ("zero",),
+}
+"""What switches with names for values take."""
+
 
 @dataclass(frozen=True)
 class Options:
     """None means: decide from the tensors, cross-check the labels, refuse when they disagree.
 
-    Raises UsageError for a number that no checkpoint could have.
+    Raises UsageError for a number that no checkpoint could have, and for a name that is none of CHOICES.
     """
 
     bits: int | None = None
@@ -27,6 +35,10 @@ class Options:
     undo_rope_order: bool = False
 
     def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise UsageError(f"unknown --{name.replace('_', '-')} {value!r}", need=" or ".join(allowed))
         if self.bits is not None and self.bits < 1:
             raise UsageError(f"--bits {self.bits}: no such width", need="1 or more")
         if self.group_size is not None and self.group_size < 1 and self.group_size != -1:

@@ -12,7 +12,7 @@ from stored import check_source, check_zoo, checkpoint, zoo
 from warptile.formats import fp8
 from warptile.formats.canonical import dequantize
 from warptile.formats.container import open_checkpoint
-from warptile.formats.errors import CorruptError, UnsupportedError, UsageError, WarptileError
+from warptile.formats.errors import CorruptError, UnsupportedError, WarptileError
 from warptile.formats.options import Options
 
 E4M3, BF16, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu
@@ -351,13 +351,6 @@ def test_bad_input_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     if "code" not in name:  # known before any code is read
         with pytest.raises(WarptileError):
             fp8.describe(given, module)
-
-
-@pytest.mark.parametrize("options", [Options(nan="skip"), Options(scale_convention="both")])
-def test_unknown_switches_are_usage_errors(options: Options, tmp_path: Path) -> None:
-    given = checkpoint(tmp_path, {"a.weight": weight(N, K), "a.weight_scale": factors(2, 3)}, {}, options)
-    with pytest.raises(UsageError, match="unknown --"):
-        fp8.describe(given, "a")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from warptile.formats import gptq, gptq_config
 from warptile.formats.canonical import QuantTensor, dequantize
 from warptile.formats.container import Checkpoint, open_checkpoint
-from warptile.formats.errors import CorruptError, UnsupportedError, UsageError, WarptileError
+from warptile.formats.errors import CorruptError, UnsupportedError, WarptileError
 from warptile.formats.options import Options
 from warptile.kernels import marlin
 
@@ -702,8 +702,6 @@ BAD = {
     "another method": Bad(UnsupportedError, "quant_method 'squeeze'", label={"quant_method": "squeeze"}),
     "rules in a list": Bad(UnsupportedError, "dynamic is not a table", label={"dynamic": ["-:.*"]}),
     "plain under marlin": Bad(UnsupportedError, "stored as plain GPTQ", label={"checkpoint_format": "marlin"}),
-    "unknown format switch": Bad(UsageError, "--checkpoint-format 'v3'", options=Options(checkpoint_format="v3")),
-    "unknown wrap switch": Bad(UsageError, "--zero-wrap 'byte'", options=Options(zero_wrap="byte")),
     "repacked for Marlin": Bad(UnsupportedError, "already repacked", spoil=lambda c: reshape(c, "qweight", (8, 128))),
     "AWQ order": Bad(UnsupportedError, "labelled GPTQ, but it is AWQ", spoil=lambda c: c.tensors.update(awq_shaped())),
 }
