@@ -19,6 +19,7 @@ import numpy as np
 from matmul import about, random_linear, read_time, write_copies
 from shapes import Shape
 from timing import graph_time
+from warptile.kernels import marlin
 from warptile.runtime import Session
 
 SILU = "float v = gate; y = (v >= 0 ? v / (1 + expf(-v)) : v * expf(v) / (1 + expf(v))) * (float)up"
@@ -31,7 +32,7 @@ def measure(shape: Shape, args: argparse.Namespace, record: dict[str, Any]) -> l
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "copies.safetensors"
-        names, nbytes = write_copies(path, random_linear(shape, args.element, args.group, "f16"))
+        names, nbytes = write_copies(path, *marlin.pack(random_linear(shape, args.element, args.group, "f16")))
         names = names[: len(names) // 2 * 2]
         pairs = [(names[i], names[i + 1]) for i in range(0, len(names), 2)]
         with Session(path) as session:
