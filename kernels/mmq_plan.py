@@ -106,9 +106,14 @@ START, CUT = 5.0, 4.0
 TILES = tuple(STEP_COST)
 
 
+def _in_8_bits(spec: Spec) -> str:
+    """What x is rounded to for a kind's codes."""
+    return "e4m3" if spec["kind"] == "fp8" else "int8"
+
+
 def numerics(spec: Spec) -> tuple[str, ...]:
     """What a product may be asked for: x in the 8 bits that a kind's codes multiply with, or as it is."""
-    return ("e4m3" if spec["kind"] == "fp8" else "int8", "exact")
+    return _in_8_bits(spec), "exact"
 
 
 def _beside(spec: Spec) -> bool:
@@ -308,7 +313,7 @@ def plan(
         return Plan((), "no rows")
     refused = hopper.refuse(spec, device, x_dtype)
     many = batch_invariant or m >= EXACT_FROM
-    kind = numerics or ("exact" if many and refused is None else _numerics(spec)[0])
+    kind = numerics or ("exact" if many and refused is None else _in_8_bits(spec))
     if kind == "exact":
         if refused is not None:
             found = f"{spec['kind']}, {x_dtype} activations"
@@ -320,7 +325,7 @@ def plan(
             return hopper.launch(spec, m, device, x_dtype, variant)
         tile, rejected = hopper.choose(spec, m, device, batch_invariant)
         return replace(hopper.launch(spec, m, device, x_dtype, tile), rejected=rejected)
-    assert kind in _numerics(spec), kind
+    assert kind == _in_8_bits(spec), kind
     assert not isinstance(variant, Wgmma), variant
     _supported(spec, device, x_dtype, kind)
     if variant is None and m <= DECODE_TOKENS and not batch_invariant:
@@ -344,9 +349,6 @@ def plan(
         quantizes=kind,
         rejected=rejected,
     )
-
-
-_numerics = numerics
 
 
 def _kinds(elements: Sequence[str] | None) -> Iterator[dict[str, Any]]:
