@@ -6,6 +6,9 @@
 | above | marlin_tiled | 64 to 256 features x 16 to 128 tokens |
 | above, on Hopper | marlin_wgmma (marlin_hopper_plan) | 128 to 512 features x 16 to 128 tokens |
 
+Large matrices of 4-bit integers in groups of 16 take wgmma at any m, and batch-invariant products the tiles that add in
+one order.
+
 All read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes) ``gather`` goes
 before them. float32 rows become ``pairs`` of f16 rows, which the first two kernels multiply and add.
 """

@@ -241,6 +241,8 @@ class Ready:
                     self._refuse_cold(name, scalars["m"], stream)
                 with allocating():
                     bound = Bound(name, plans.Plan((made,), ""), scalars, Weights(None, 0, {}, {}), self.kernels)
+                if len(self._others) >= BOUND_LIMIT:
+                    self._others.clear()
                 self._others[key] = bound
             return self._others[key]
 
