@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 NUMERICS = ("exact", "int8", "e4m3")
 """What may be asked of a product: x as it is, or in 8 bits. Each of the last two is a kind of ``quantize``."""
@@ -103,3 +105,10 @@ class Plan:
     ``quantized`` and ``factors`` already launches the others alone."""
     rejected: tuple[tuple[str, str], ...] = ()
     """(variant, reason) of every candidate not chosen."""
+
+
+def fastest(times: Mapping[T, float], refused: Mapping[str, str]) -> tuple[T, tuple[tuple[str, str], ...]]:
+    """The tile of the least estimated time, and (tile, reason) of every other and of those refused."""
+    best = min(times, key=lambda tile: times[tile])
+    slower = {str(t): f"about {time / times[best]:.2f} times as long" for t, time in times.items() if t != best}
+    return best, (*refused.items(), *slower.items())

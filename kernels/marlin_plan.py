@@ -24,7 +24,7 @@ from ..formats.canonical import ELEMENTS
 from ..formats.errors import UnsupportedError
 from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
-from .launch import Device, Part, Plan, Stage
+from .launch import Device, Part, Plan, Stage, fastest
 from .marlin_decode_plan import Decode, choose_decode, decode, decode_run, refuse_decode
 from .marlin_launch import args_of, gather_of, rows_read, run_of, variant_of, with_rows
 from .wgmma_plan import NVRTC, Wgmma
@@ -167,9 +167,7 @@ def choose_tile(
         times = {t: time for t, time in times.items() if one_order(t)}
         if not times:
             raise UnsupportedError("no Marlin kernel adds the products of these types in one order")
-    best = min(times, key=lambda t: times[t])
-    slower = {str(t): f"about {time / times[best]:.2f} times as long" for t, time in times.items() if t != best}
-    return best, (*refused.items(), *slower.items())
+    return fastest(times, refused)
 
 
 def _tiled(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | None, t: Tiled) -> Plan:

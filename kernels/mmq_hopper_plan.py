@@ -11,7 +11,7 @@ from ..formats.canonical import SCALE_DTYPES
 from . import gather
 from . import wgmma_plan as wgmma
 from .factors import bias_type, refuse_parts, starts
-from .launch import Device, Plan, Stage
+from .launch import Device, Plan, Stage, fastest
 from .mmq_strips import BLOCK, DEPTH, KINDS, ROWS
 from .wgmma_plan import Wgmma
 
@@ -49,9 +49,7 @@ def choose(spec: Spec, m: int, device: Device, batch_invariant: bool) -> tuple[W
         for w in every
         if str(w) not in refused
     }
-    best = min(times, key=lambda w: times[w])
-    slower = {str(w): f"about {time / times[best]:.2f} times as long" for w, time in times.items() if w != best}
-    return best, (*refused.items(), *slower.items())
+    return fastest(times, refused)
 
 
 def launch(spec: Spec, m: int, device: Device, x_dtype: str, w: Wgmma) -> Plan:

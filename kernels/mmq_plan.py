@@ -22,7 +22,7 @@ from ..formats.errors import UnsupportedError
 from . import mmq_hopper_plan as hopper
 from . import quantize
 from .factors import NEVER, bias_type, refuse_parts, starts
-from .launch import Device, Plan, Stage
+from .launch import Device, Plan, Stage, fastest
 from .mmq_strips import DEPTH, KINDS, ROWS
 from .wgmma_plan import Wgmma
 
@@ -231,10 +231,9 @@ def choose_tile(
                 refused[str(t)] = "adds in an order that depends on m"
             else:
                 times[t] = _estimate(spec, m, device, t)
-    best = min(times, key=lambda t: times[t])
-    slower = {str(t): f"about {time / times[best]:.2f} times as long" for t, time in times.items() if t != best}
+    best, others = fastest(times, refused)
     why = "its sums depend on m" if batch_invariant else f"serves up to {DECODE_TOKENS} tokens, m is {m}"
-    return best, (("decode", why), *refused.items(), *slower.items())
+    return best, (("decode", why), *others)
 
 
 def _tiled(spec: Spec, m: int, device: Device, x_dtype: str, t: Tiled) -> Plan:
