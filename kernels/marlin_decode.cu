@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   let_next_start();
   // The first loads of W wait neither for x nor for the kernel before.
   aim();
-  if (next_tile < tiles) { // always: a branch that the wait is not moved over
+  if (V.pair == 2 || next_tile < tiles) { // always: a branch that the wait is not moved over; there it would spill
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) fetch_slice(i, next + i < next_end);
     if constexpr (V.run != 0) {
