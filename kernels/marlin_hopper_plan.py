@@ -95,11 +95,11 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | Non
     )
 
 
-def variants(spec: Spec, x_dtype: str, most: int) -> Iterator[tuple[int, ...]]:
-    """Template arguments of every tile for a module and ``most`` bytes of shared memory."""
+def variants(spec: Spec, x_dtype: str, device: Device) -> Iterator[tuple[int, ...]]:
+    """Template arguments of every tile that runs a module on a device."""
     for w in TILES:
-        stages = _stages(spec, w, most)
-        if stages is not None and (w.tokens <= SUM_TOKENS or not scales_sums(spec, x_dtype)):
+        stages = _stages(spec, w, device.shared)
+        if stages is not None and refuse_tile(spec, device, x_dtype, w) is None:
             yield variant(spec, x_dtype, w, stages)
 
 

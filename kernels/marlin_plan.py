@@ -282,7 +282,7 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
                 seen.add(row)
                 yield *row, f"sm_{arch}"
         if arch == 90 and x_dtype != "f32" and hopper.refuse(spec, hopper_device, x_dtype) is None:
-            for variant in hopper.variants(spec, x_dtype, HOPPER_SHARED):
+            for variant in hopper.variants(spec, x_dtype, hopper_device):
                 if ("marlin_wgmma", variant) not in seen:
                     seen.add(("marlin_wgmma", variant))
                     yield "marlin_wgmma", variant, "sm_90a"

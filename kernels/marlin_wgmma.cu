@@ -1,5 +1,5 @@
-// y[m, n] = x[m, k] W^T on Hopper for more rows than marlin_decode takes, from marlin tiles: wgmma.cuh's pipeline with stages of 64 k, which hold x,
-// weights, scales and zeros as they lie. A warp takes half a 64-wide tile.
+// y[m, n] = x[m, k] W^T on Hopper for more rows than marlin_decode takes, from marlin tiles: wgmma.cuh's pipeline with
+// stages of 64 k, which hold x, weights, scales and zeros as they lie. A warp takes half a 64-wide tile.
 #include "wgmma.cuh"
 
 struct Variant {
