@@ -171,7 +171,7 @@ def restored(artifact: Artifact, linear: str, promised: Mapping[str, tuple[str, 
     write, q = reader(artifact, linear).write, artifact.quant(linear)
     try:
         tensors: dict[str, Array] = write(linear, q)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptError(
             "its source entry is damaged", file=artifact.checkpoint.path, tensor=linear, found=error
         ) from None

@@ -225,7 +225,7 @@ class QuantTensor:
             if level.shards:
                 first = per_shard(level)
                 assert sum(level.shards) == self.n, (level.shards, self.n)
-                assert np.array_equal(level.data, from_shards(first, level.shards, level.block[1]).data)
+                assert not _differ(level.data, from_shards(first, level.shards, level.block[1]).data), level.shards
         assert self.zero is None or self.zero.shape == self.scales[0].data.shape, "zero points live on the scales' grid"
         assert self.perm is None or (self.perm.shape == (self.k,) and self.perm.dtype == np.int32)
         assert self.bias is None or self.bias.shape == (*lead, self.n)
@@ -298,26 +298,28 @@ def recode(q: QuantTensor, element: Element) -> QuantTensor:
     return replace(q, element=element, codes=q.codes + np.uint8(shift % 256)) if element != q.element else q
 
 
+def _differ(x: Array | None, y: Array | None) -> bool:
+    """Whether they are not the same bytes of one shape and dtype: a NaN is itself, and -0 is not +0."""
+    if x is None or y is None:
+        return x is not y
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return True
+    return not np.array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
+
+
 def same(a: QuantTensor, b: QuantTensor) -> str | None:
     """None when two tensors hold the same bytes everywhere, else the name of the first part that differs."""
-
-    def differs(x: Array | None, y: Array | None) -> bool:
-        if x is None or y is None:
-            return x is not y
-        if x.shape != y.shape or x.dtype != y.dtype:
-            return True
-        return not np.array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
 
     if a.element != b.element:
         return "element"
     for part in ("scales", "offsets"):
         left, right = getattr(a, part), getattr(b, part)
         if [(x.block, x.shards) for x in left] != [(x.block, x.shards) for x in right] or any(
-            differs(x.data, y.data) for x, y in zip(left, right, strict=True)
+            _differ(x.data, y.data) for x, y in zip(left, right, strict=True)
         ):
             return part
     for part in ("codes", "perm", "bias"):
-        if differs(getattr(a, part), getattr(b, part)):
+        if _differ(getattr(a, part), getattr(b, part)):
             return part
     if a.zero is None or b.zero is None:
         return None if a.zero is b.zero else "zero"

@@ -125,16 +125,16 @@ def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
 def stream(checkpoint: Checkpoint, module: str) -> Stream:
     """``read``, its codes by the slab."""
     linear = _linear(checkpoint, module)
-    members, source, perm = linear.members, linear.source, linear.perm
+    members, source, perm, bits = linear.members, linear.source, linear.perm, linear.element.bits
     checks.finite(linear.scales, linear.scales.array())
     if "weight_packed" in members:
-        streams.check_tops(members["weight_packed"], source["bits"], source["stream"])
+        streams.check_tops(members["weight_packed"], bits, source["stream"])
 
     def slab(_: int, rows: slice, columns: slice) -> Array:
         channels = np.arange(columns.start, columns.stop) if perm is None else perm[columns]
         if "weight_packed" in members:
-            starts = streams.starts(channels, source["bits"], source["stream"])
-            return unpack_columns(members["weight_packed"].array()[rows], source["bits"], starts)
+            starts = streams.starts(channels, bits, source["stream"])
+            return unpack_columns(members["weight_packed"].array()[rows], bits, starts)
         codes = members["weight"].array().view(np.uint8)[rows]
         codes = codes[:, columns] if perm is None else codes[:, channels]
         return codes if linear.element.signed else codes ^ OFFSET
@@ -152,7 +152,7 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
     tensors["weight_scale"] = np.ascontiguousarray(scale.data).reshape(source["scale_shape"])
     zero = None if q.zero is None else q.zero.astype(np.uint8)
     if "weight_packed" in dtypes:
-        bits, stream = source["bits"], source["stream"]
+        bits, stream = q.element.bits, source["stream"]
         zero = np.full(scale.data.shape, 2 ** (bits - 1), np.uint8) if zero is None else zero
         for suffix, values in (("weight_packed", codes), ("weight_zero_point", zero.T)):
             if suffix in dtypes:
@@ -209,7 +209,7 @@ def _linear(checkpoint: Checkpoint, module: str) -> Linear:
         "dtypes": {suffix: tensor.dtype for suffix, tensor in members.items()},
         "scale_shape": list(scale.shape),
         "g_idx": g_idx is not None,
-        **({} if stream is None else {"bits": bits, "stream": stream}),
+        **({} if stream is None else {"stream": stream}),
         **({"assumed": said} if said else {}),
     }
     perm = None if g_idx is None else groups.order(g_idx, block[1])

@@ -103,7 +103,7 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
         if "B" in members:
             return TILES[gptq_marlin.BITS].window(members["B"].array(), columns, rows).T
         channels = _channels(linear.perm, k)[columns]
-        return read_rows(members["qweight"], linear.source["bits"], channels, rows).T
+        return read_rows(members["qweight"], linear.element.bits, channels, rows).T
 
     return Stream(linear.tensor(scales.T), slab)
 
@@ -116,9 +116,9 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
         tiles, scales = gptq_marlin.pack(codes, scales)
         tensors = {"B": tiles.view(WORDS[dtypes["B"]]), "s": scales}
     else:
-        words = pack_rows(codes, q.source["bits"], _channels(q.perm, q.k))
+        words = pack_rows(codes, q.element.bits, _channels(q.perm, q.k))
         tensors = {"qweight": words.view(WORDS[dtypes["qweight"]]), "scales": scales}
-    tensors |= dict(_derived(q.source, q.n, q.k, q.scales[0].block[1], q.zero, q.perm))
+    tensors |= dict(_derived(q.source, q.element.bits, q.n, q.k, q.scales[0].block[1], q.zero, q.perm))
     if q.bias is not None:
         tensors["bias"] = q.bias
     tensors |= q.residue
@@ -126,13 +126,13 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
 
 
 def _derived(
-    source: Mapping[str, Any], n: int, k: int, group: int, zero: Array | None, perm: Array | None
+    source: Mapping[str, Any], bits: int, n: int, k: int, group: int, zero: Array | None, perm: Array | None
 ) -> Iterator[tuple[str, Array]]:
     """qzeros and g_idx as they follow from the rest; where the file has other bytes, those are its residue."""
     dtypes = source["dtypes"]
     if "qzeros" in dtypes and source["zeros"]:
         rows = None if zero is None else zero.T
-        words = gptq_zeros.store(rows, source["zeros"], -(-k // group), n, source["bits"])
+        words = gptq_zeros.store(rows, source["zeros"], -(-k // group), n, bits)
         yield "qzeros", np.ascontiguousarray(words).view(WORDS[dtypes["qzeros"]])
     if "g_idx" in dtypes:
         g_idx = np.zeros(k) if source["g_idx_zero"] else indices(perm, k, group)
@@ -153,14 +153,13 @@ def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     source = {
         "format": "gptq",
         "checkpoint_format": label.convention,
-        "bits": linear.source["bits"],
         "sym": label.sym,
         "dtypes": {suffix: tensor.dtype for suffix, tensor in members.items()},
         **linear.source,
     }
     if said:
         source["assumed"] = said
-    derived = dict(_derived(source, linear.n, linear.k, linear.block[1], linear.zero, linear.perm))
+    derived = dict(_derived(source, linear.element.bits, linear.n, linear.k, linear.block[1], linear.zero, linear.perm))
     stored = {suffix: members[suffix].array() for suffix in ("qzeros", "g_idx") if suffix in members}
     residue: dict[str, Array] = {
         s: a for s, a in stored.items() if s not in derived or not np.array_equal(a, derived[s])
@@ -200,7 +199,7 @@ def _plain(members: dict[str, Tensor], label: Label, say: Say) -> Linear:
     zeros = gptq_zeros.load(words, bits, n, label, say, where[0], where[1] if z_tensor is None else z_tensor.name)
     zero = None if zeros.zero is None else zeros.zero.T
     element = ELEMENTS[ELEMENT_NAMES[bits][zero is not None]]
-    source = {"bits": bits, "zeros": zeros.how, "g_idx_zero": unset}
+    source = {"zeros": zeros.how, "g_idx_zero": unset}
     return Linear(members, members["scales"], element, n, k, (1, group), zero, perm, source)
 
 
@@ -222,7 +221,7 @@ def _tiled(members: dict[str, Tensor], label: Label, say: Say) -> Linear:
         raise UnsupportedError("no such Marlin checkpoint", found=f"group size {group}", need="128 or -1", **where)
     if not label.found:
         say("assumed symmetric 4-bit codes, as Marlin tiles are")
-    source = {"bits": bits, "checkpoint_format": "marlin"}
+    source = {"checkpoint_format": "marlin"}
     return Linear(members, scales, ELEMENTS[ELEMENT_NAMES[bits][0]], n, k, (1, group), None, None, source)
 
 

@@ -40,6 +40,8 @@ OP, DOMAIN = "MatMulNBits", "com.microsoft"
 INPUTS = ("A", "B", "scales", "zero_points", "g_idx", "bias")
 FLOATS = ("F16", "BF16", "F32")
 
+LONGEST = 256
+"""A block that the operator knows; only such a one may be longer than two rows."""
 # bits -> (symmetric, with zero points)
 ELEMENT_NAMES = {2: ("u2b2", "u2"), 4: ("u4b8", "u4"), 8: ("u8b128", "u8")}
 
@@ -160,7 +162,7 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
     """``read``, its codes by the slab."""
     linear = _linear(checkpoint, module)
     checks.finite(linear.scales, linear.scales.array())
-    bits = _bits(linear.source)
+    bits = linear.element.bits
 
     def slab(_: int, rows: slice, columns: slice) -> Array:
         channels = np.arange(columns.start, columns.stop) if linear.perm is None else linear.perm[columns]
@@ -173,15 +175,17 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
 def write(module: str, q: QuantTensor) -> dict[str, Array]:
     """The initializers that ``read`` was given, by full name: very bytes, dtypes and shapes."""
     source = q.source
-    bits, block = _bits(source), source["attributes"]["block_size"]
+    bits, block = q.element.bits, source["attributes"]["block_size"]
+    if not _sound(block, q.k):
+        raise ValueError(f"block_size {block}")
     scales = np.ascontiguousarray(q.scales[0].data)
     blocks = scales.shape[1]
     codes = np.zeros((q.n, blocks * block), np.uint8)
     codes[:, slice(q.k) if q.perm is None else q.perm] = q.codes
-    codes[:, q.k :] = q.residue.get("codes_past_k", 0)
+    _fill(codes[:, q.k :], q.residue.get("codes_past_k", 0))
     zero = np.zeros((q.n, -(-blocks * bits // 8) * 8 // bits), np.uint8)
     zero[:, :blocks] = 2 ** (bits - 1) if q.zero is None else q.zero
-    zero[:, blocks:] = q.residue.get("zeros_past_blocks", 0)
+    _fill(zero[:, blocks:], q.residue.get("zeros_past_blocks", 0))
     tensors: dict[str, Any] = {
         "B": _pack(codes, bits),
         "scales": scales,
@@ -192,13 +196,18 @@ def write(module: str, q: QuantTensor) -> dict[str, Array]:
     tensors["g_idx"][: q.k] = groups.indices(q.perm, q.k, min(block, q.k))
     if "g_idx" in source["shapes"]:
         tensors["g_idx"] = tensors["g_idx"][: source["shapes"]["g_idx"][0]]
-        tensors["g_idx"][q.k :] = q.residue.get("g_idx_past_k", blocks - 1)
+        _fill(tensors["g_idx"][q.k :], q.residue.get("g_idx_past_k", blocks - 1))
     return {name: tensors[role].reshape(source["shapes"][role]) for role, name in source["names"].items()}
 
 
-def _bits(source: Mapping[str, Any]) -> int:
-    bits: int = source["attributes"].get("bits", 4)
-    return bits
+def _sound(block: int, k: int) -> bool:
+    """A block may be longer than a row, but not as long as a hostile file likes: all of it is stored."""
+    return 16 <= block <= max(LONGEST, 2 * k - 1) and block & (block - 1) == 0
+
+
+def _fill(rest: Array, values: Array | int) -> None:
+    """What a file had where nothing means anything. Raises TypeError for values of another kind."""
+    np.copyto(rest, values if isinstance(values, np.ndarray) else rest.dtype.type(values), casting="same_kind")
 
 
 def _unpack(data: Array, bits: int, count: int) -> Array:
@@ -227,9 +236,13 @@ def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     n, k, block, bits = (_attribute(node, b, key) for key in ("N", "K", "block_size", "bits"))
     if bits not in ELEMENT_NAMES:
         raise UnsupportedError("unknown bits", file=b.file, tensor=b.name, found=bits, need="2, 4 or 8")
-    if block < 16 or block & (block - 1):
+    if not _sound(block, k):
         raise CorruptError(
-            "no such block_size", file=b.file, tensor=b.name, found=block, need="a power of two, at least 16"
+            "no such block_size",
+            file=b.file,
+            tensor=b.name,
+            found=block,
+            need=f"a power of two from 16 to {max(LONGEST, 2 * k - 1)}",
         )
     if node["attributes"].get("weight_prepacked", 0) != 0:
         raise UnsupportedError(

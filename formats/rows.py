@@ -58,9 +58,15 @@ def _needed(starts: Array, bits: int) -> tuple[Array, Array]:
 
 
 def pack_rows(values: Array, bits: int, channels: Array) -> Array:
-    """The inverse of ``unpack_rows``: uint8 [K, N] -> uint32 [K * bits / 32, N]; ``channels`` holds 0 to K - 1 once."""
+    """The inverse of ``unpack_rows``: uint8 [K, N] -> uint32 [K * bits / 32, N]; ``channels`` holds 0 to K - 1 once.
+
+    Raises ValueError when K codes are no whole words: an artifact's k may be any number.
+    """
     starts, n = channels.astype(np.int64) * bits, values.shape[1]
-    out = np.zeros((len(channels) * bits // 32, n), np.uint32)
+    height, rest = divmod(len(channels) * bits, 32)
+    if rest:
+        raise ValueError(f"{len(channels)} codes of {bits} bits are no whole words")
+    out = np.zeros((height, n), np.uint32)
     fast = loops(values.size)
     if fast is not None:
         fast.pack_rows(plain(values), starts, bits, out)

@@ -7,16 +7,22 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from fuzz.targets import TARGETS, _artifacts, check_module
+from fuzz.targets import TARGETS, Bounded, _artifacts, check_module
+from numba import njit
 from tiny import NOWHERE, TINY, Tiny, f32, in_memory
 from warptile.convert import origin, plan
-from warptile.formats import artifact, gptq_zeros, patterns, sources
+from warptile.formats import artifact, bits, gptq_zeros, matmulnbits, patterns, sources
+from warptile.formats.canonical import ELEMENTS, QuantTensor, from_shards
 from warptile.formats.container import open_checkpoint
 from warptile.formats.errors import CorruptError, UnsupportedError
+from warptile.formats.rows import pack_rows
 from warptile.kernels import layouts
 
 
@@ -94,6 +100,17 @@ def source_entries() -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
                     yield tensors, said, entry
 
 
+def restore(tensors: dict[str, Any], said: dict[str, Any]) -> None:
+    """Give back what an artifact was made of, or have it refused."""
+    metadata = {"warptile": json.dumps(said)}
+    opened = replace(in_memory(tensors, {}, {}), metadata=metadata, file_metadata={NOWHERE: metadata})
+    with suppress(CorruptError, UnsupportedError):
+        found = artifact.check_artifact(opened, layouts())
+        for part in found.parts:
+            with suppress(CorruptError, UnsupportedError):
+                origin.restored(found, part, {})
+
+
 @pytest.mark.parametrize("value", [None, [], {}, "x", -1, True, 2**70, [None], {"": 1}, "removed"], ids=repr)
 def test_an_artifacts_account_of_its_source_may_be_anything(value: Any) -> None:
     """Every key of every source, replaced or removed: given back as it says, or refused."""
@@ -102,14 +119,62 @@ def test_an_artifacts_account_of_its_source_may_be_anything(value: Any) -> None:
         for key in true:
             kept = {k: v for k, v in true.items() if k != key}
             entry["source"] = kept if value == "removed" else {**kept, key: value}
-            metadata = {"warptile": json.dumps(said)}
-            opened = replace(in_memory(tensors, {}, {}), metadata=metadata, file_metadata={NOWHERE: metadata})
-            with suppress(CorruptError, UnsupportedError):
-                found = artifact.check_artifact(opened, layouts())
-                for part in found.parts:
-                    with suppress(CorruptError, UnsupportedError):
-                        origin.restored(found, part, {})
+            restore(tensors, said)
         entry["source"] = true
+
+
+@cache
+def checking(name: str) -> Any:
+    """A compiled loop, compiled once more so that it looks at every index."""
+    return njit(boundscheck=True)(getattr(import_module("warptile.formats._compiled"), name).py_func)
+
+
+class Checking:
+    def __getattr__(self, name: str) -> Any:
+        return checking(name)
+
+
+def numbers(said: Any) -> Iterator[tuple[Any, Any]]:
+    """(a dictionary or list, the key of an integer in it) for all of them, however deep."""
+    for key, value in said.items() if isinstance(said, dict) else enumerate(said) if isinstance(said, list) else ():
+        if type(value) is int:
+            yield said, key
+        yield from numbers(value)
+
+
+@pytest.mark.parametrize("value", [0, 2, 3, 7, 31, 1 << 34])
+def test_a_number_of_a_source_entry_takes_no_loop_beyond_its_arrays(
+    value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An artifact that called 4-bit codes 7-bit ones had their words written behind the end of an array."""
+    loops = Bounded(Checking())
+    monkeypatch.setattr(bits, "LARGE", 1)
+    monkeypatch.setattr(bits, "_compiled", lambda: loops)
+    for tensors, said, entry in source_entries():
+        for holder, key in numbers(entry["source"]):
+            true, holder[key] = holder[key], value
+            restore(tensors, said)
+            holder[key] = true
+
+
+@pytest.mark.parametrize(("rows", "width"), [(3, 4), (9, 7), (20, 3)])
+def test_codes_that_are_no_whole_words_are_not_packed(rows: int, width: int) -> None:
+    with pytest.raises(ValueError, match="no whole words"):
+        pack_rows(np.zeros((rows, 8), np.uint8), width, np.arange(rows))
+
+
+@pytest.mark.parametrize(
+    ("block", "k", "sound"), [(256, 64, True), (512, 64, False), (512, 400, True), (24, 64, False)]
+)
+def test_blocks_are_not_as_long_as_a_file_likes(block: int, k: int, sound: bool) -> None:
+    assert matmulnbits._sound(block, k) is sound
+
+
+def test_factors_of_parts_may_be_nan() -> None:
+    """As an artifact may have them that was edited: they are what they are."""
+    level = from_shards(np.full((2, 1), np.nan, np.float32), (16, 32), 64)
+    q = QuantTensor(ELEMENTS["e4m3"], np.zeros((48, 64), np.uint8), (level,))
+    assert q.check() is q
 
 
 @pytest.mark.parametrize("name", TARGETS)

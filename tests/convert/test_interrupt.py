@@ -14,13 +14,14 @@ from warptile.formats.errors import WarptileError
 
 # The command line, halted when the weights have been written and config.json has not.
 HALTING = """
-import sys, time
+import signal, sys, time
 from warptile.convert import shards
 from warptile.convert.cli import main
 def halt(*_):
     print("written", flush=True)
     time.sleep(60)
 shards.write_json = halt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -19,7 +19,7 @@ from warptile.formats.errors import UsageError, WarptileError
 
 # The command line; after the second shard it prints a line and waits.
 HALTING = """
-import sys, time
+import signal, sys, time
 from warptile.convert import manifest
 from warptile.convert.cli import main
 publish, done = manifest.publish, []
@@ -30,6 +30,7 @@ def halt(*args):
         print("two", flush=True)
         time.sleep(60)
 manifest.publish = halt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 sys.exit(main(sys.argv[1:]))
 """
 LIMIT = ("--max-shard-size", "4KB")

@@ -7,6 +7,9 @@ under ``--findings`` and makes the exit code 1; ``--replay FILE TARGET`` runs on
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import mmap
+import os
 import re
 import subprocess
 import sys
@@ -20,12 +23,16 @@ LIMITS = ("-timeout=10", "-rss_limit_mb=3000", "-print_final_stats=1", "-verbosi
 INSTRUMENTED = ["warptile.formats", "warptile.kernels", "warptile.convert", "warptile.runtime"]
 COMPILED = ["warptile.formats._compiled"]
 """What numba compiles cannot be instrumented."""
+GRACE = 120
+"""Seconds beyond its own that a target may take, compiling loops included: then it hangs, which is a finding."""
 
 
 def fuzz(name: str, corpus: Path, seconds: int, seed: int, findings: Path) -> None:
     """Run one target in this process; libFuzzer ends it."""
     import atheris
 
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True)
+    os.environ |= {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(findings.absolute() / "numba")}
     with atheris.instrument_imports(include=INSTRUMENTED, exclude=COMPILED):
         from fuzz.targets import TARGETS
     target = TARGETS[name]
@@ -40,8 +47,22 @@ def fuzz(name: str, corpus: Path, seconds: int, seed: int, findings: Path) -> No
         f"-max_len={target.max_len}",
         f"-artifact_prefix={findings}/{name}-",
     )
-    atheris.Setup([name, *LIMITS, *flags, str(corpus)], target.run)
+    kept = kept_input(findings / f"{name}-last", target.max_len)
+
+    def run(data: bytes) -> None:
+        kept[:4] = len(data).to_bytes(4, "little")
+        kept[4 : 4 + len(data)] = data
+        target.run(data)
+
+    atheris.Setup([name, *LIMITS, *flags, str(corpus)], run)
     atheris.Fuzz()
+
+
+def kept_input(path: Path, size: int) -> mmap.mmap:
+    """A file that holds an input's length and bytes, whatever becomes of this process."""
+    path.write_bytes(bytes(4 + size))
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
 
 
 def campaign(names: list[str], seconds: int, seed: int, corpora: Path, findings: Path) -> int:
@@ -51,7 +72,16 @@ def campaign(names: list[str], seconds: int, seed: int, corpora: Path, findings:
         start = time.monotonic()
         command = [sys.executable, __file__, "--in-process", "--seconds", str(seconds), "--seed", str(seed)]
         command += ["--corpus", str(corpora), "--findings", str(findings), name]
-        run = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        # Sets in another order would be another sequence of inputs: with a seed, one that is the same each time.
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)} if seed else None
+        try:
+            run = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", env=environment, timeout=seconds + 2 * GRACE
+            )
+        except subprocess.TimeoutExpired:
+            print(f"{name:20} hangs; its last input is in {findings / name}-last", flush=True)
+            found += 1
+            continue
         executed = re.search(r"number_of_executed_units: (\d+)", run.stderr)
         count = int(executed[1]) if executed else 0
         total += count
