@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from ..formats.errors import WarptileError
-from ..formats.safetensors_file import writing
+from ..formats.output import writing
 
 DIRECTORY = ".manifest"
 KEY = "run"

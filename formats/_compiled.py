@@ -198,12 +198,13 @@ def has_masked(words: Array, mask: Any) -> bool:
 
 
 @compiled
-def _eight(stored: Array, at: Any) -> Any:
-    """The 64 bits from byte ``at``, wherever that is: one load when compiled."""
+def _window(stored: Array, at: Any, shift: Any) -> Any:
+    """The 64 bits from byte ``at``, wherever that is, rotated right: a load and an instruction when compiled."""
     value = np.uint64(stored[at])
     for byte in range(1, 8):
         value |= np.uint64(stored[at + np.uint64(byte)]) << np.uint64(8 * byte)
-    return value
+    right = np.uint64(shift)
+    return value >> right | value << (np.uint64(64) - right & np.uint64(63))
 
 
 @compiled
@@ -222,7 +223,7 @@ def move_bits(
                     for t in range(terms):
                         offset, shift, mask = offsets[t, these], shifts[t, these], masks[t, these]
                         for w in range(words):
-                            row[w] ^= np.uint32(_eight(stored, start + offset[w]) >> shift[w]) & mask[w]
+                            row[w] ^= np.uint32(_window(stored, start + offset[w], shift[w])) & mask[w]
 
 
 @compiled
@@ -249,5 +250,5 @@ def spread_bits(
                     for t in range(masks.shape[0]):
                         for w in range(words):
                             x = first + w
-                            bits = np.uint32(_eight(stored, start + offsets[t, x]) >> shifts[t, x]) & froms[t, x]
+                            bits = np.uint32(_window(stored, start + offsets[t, x], shifts[t, x])) & froms[t, x]
                             row[w] ^= np.uint32(bits * factors[t, x]) & masks[t, x]

@@ -105,11 +105,9 @@ def read(checkpoint: Checkpoint, module: str) -> QuantTensor:
 def stream(checkpoint: Checkpoint, module: str) -> Stream:
     """``read``, its codes by the slab."""
     linear = _linear(checkpoint, module)
-    scales, qweight = linear.scales.array(), linear.members["qweight"]
+    scales, words = linear.scales.array(), linear.members["qweight"].array()
     checks.finite(linear.scales, scales)
-    return Stream(
-        linear.tensor(scales.T), lambda _, rows, columns: split_words(qweight.rows(columns), SHIFTS)[:, rows].T
-    )
+    return Stream(linear.tensor(scales.T), lambda _, rows, columns: split_words(words[columns], SHIFTS)[:, rows].T)
 
 
 def write(module: str, q: QuantTensor) -> dict[str, Array]:

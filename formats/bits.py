@@ -43,7 +43,10 @@ def loops(count: int) -> ModuleType | None:
 
 def plain(array: Array) -> Array:
     """The array as compiled loops read it: C order, aligned, and read-only as mapped files are; a copy if it must."""
-    view = np.require(array, requirements=("C", "A")).view()
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned):
+        array = np.require(array, requirements=("C", "A"))
+    view = array.view()
     view.setflags(write=False)
     return view
 

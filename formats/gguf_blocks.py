@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from .bits import loops
 from .canonical import ELEMENTS, SCALE_DTYPES, Element, Level
-from .moves import Fields, extraction, guarded, move
+from .moves import Fields, extraction, move
 from .stream import steps
 
 Array = NDArray[Any]
@@ -221,13 +222,17 @@ def _get(wanted: Sequence[Wanted], blocks: Array) -> list[Array]:
     out = [np.empty((*blocks.shape[:-1], count), dtype) for _, count, dtype in wanted]
     fast, together = loops(sum(values.size for values in out)), _together(in_row)
     if fast is not None and all(together * v.shape[-1] * v.itemsize % 4 == 0 for v in out):
-        rows = blocks.reshape(-1, in_row * nbytes)
-        cells = [v.reshape(-1).view(np.uint32).reshape(len(rows), 1, in_row // together, 1, -1) for v in out]
+        rows = blocks.reshape(-1, in_row, nbytes)
         for run in steps(len(rows), 1, in_row * nbytes):
-            stored = guarded(rows[run])
-            for (runs, count, dtype), words in zip(wanted, cells, strict=True):
-                table = extraction(fields(runs, count, nbytes), np.dtype(dtype).itemsize, together)
-                move(fast, table, stored, ORIGIN, (in_row * nbytes, 0, together * nbytes), words[run])
+            for (runs, count, _), all_values in zip(wanted, out, strict=True):
+                values = all_values.reshape(len(rows), in_row, count)[run]
+                if runs == (Bits(runs[0].at, 8, count),):
+                    item = f"u{gcd(count, 8)}"
+                    values.view(item)[...] = rows[run, :, runs[0].at : runs[0].at + count].view(item)
+                    continue
+                cells = values.reshape(-1).view(np.uint32).reshape(len(values), 1, in_row // together, 1, -1)
+                table = extraction(fields(runs, count, nbytes), values.itemsize, together)
+                move(fast, table, rows[run], ORIGIN, (in_row * nbytes, 0, together * nbytes), cells)
         return out
     for (runs, _, dtype), values in zip(wanted, out, strict=True):
         values[...] = 0

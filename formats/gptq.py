@@ -99,11 +99,13 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
     if "B" in members:
         scales = gptq_marlin.natural(scales)
 
+    words = members["B" if "B" in members else "qweight"].array()
+
     def slab(_: int, rows: slice, columns: slice) -> Array:
         if "B" in members:
-            return TILES[gptq_marlin.BITS].window(members["B"].array(), columns, rows).T
-        channels = _channels(linear.perm, k)[columns]
-        return read_rows(members["qweight"], linear.element.bits, channels, rows).T
+            return TILES[gptq_marlin.BITS].window(words, columns, rows).T
+        channels = columns if linear.perm is None else _channels(linear.perm, k)[columns]
+        return read_rows(words, linear.element.bits, channels, rows).T
 
     return Stream(linear.tensor(scales.T), slab)
 

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from .bits import plain
 
-GUARD = 8
-"""Bytes of nothing before and after what is read: a load of eight may begin before its bits and end behind them."""
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ NIBBLES = Fields(1, ((0, 1, 2, 3), (4, 5, 6, 7)))
 BYTES = Fields(1, (tuple(range(8)),))
 
 
+WINDOW = 8
+"""Bytes that are read at once."""
 SPREAD = 0x00204081
 """Times this, bits 0 to 3 become the lowest bits of four bytes, and others, all apart, between them."""
 
@@ -52,8 +53,8 @@ SPREAD = 0x00204081
 @dataclass(frozen=True)
 class Moves:
     """Word w of a cell is flips[w] and, XORed into it for every t, what ``lanes[t, w]`` has in the 64 bits that begin
-    ``offsets[t, w]`` bytes after its start: shifted right by ``shifts``, masked by ``froms``, times ``factors``, masked
-    by ``masks``; the lowest 32 bits of it."""
+    ``offsets[t, w]`` bytes after its start: rotated right by ``shifts``, masked by ``froms``, times ``factors``, masked
+    by ``masks``; the lowest 32 bits of it. The 64 bits lie inside the lane, so nothing beside it is ever read."""
 
     lanes: Array
     offsets: Array
@@ -69,8 +70,12 @@ class Moves:
         return bool((self.factors > 1).any())
 
 
-def moves(words: int, word: Array, bit: Array, lane: Array, source: Array, flips: int = 0) -> Moves:
-    """The moves of single bits, as arrays of one shape: to ``bit`` of ``word``, from bit ``source`` of ``lane``."""
+def moves(words: int, word: Array, bit: Array, lane: Array, source: Array, extent: int, flips: int = 0) -> Moves:
+    """The moves of single bits, as arrays of one shape: to ``bit`` of ``word``, from bit ``source`` of ``lane``.
+
+    A lane has ``extent`` bytes, eight or more.
+    """
+    assert extent >= WINDOW, extent
     word, bit, lane, source = (np.broadcast_to(x, np.shape(word)).reshape(-1) for x in (word, bit, lane, source))
     together = np.stack((word, lane, source - bit, np.zeros_like(bit)))
     # Four bits in a row that go to four bytes: as if they were 0, 8, 16 and 24 bits up there already.
@@ -83,7 +88,8 @@ def moves(words: int, word: Array, bit: Array, lane: Array, source: Array, flips
     froms, factors = np.where(low < 0, 0xFFFFFFFF, 15 << np.maximum(low, 0)), np.where(low < 0, 1, SPREAD)
     term = np.arange(ways.shape[1]) - np.searchsorted(ways[0], ways[0])
     tables = np.zeros((6, term.max(initial=0) + 1, words), np.int64)
-    tables[:, term, ways[0]] = ways[1], ways[2] // 8, ways[2] % 8, froms, factors, masks
+    first = np.clip(ways[2] // 8, 0, extent - WINDOW)
+    tables[:, term, ways[0]] = ways[1], first, (ways[2] - 8 * first) % 64, froms, factors, masks
     lanes, offsets, shifts, *others = tables
     froms, factors, masks = (table.astype(np.uint32) for table in others)
     return Moves(lanes, offsets, shifts.astype(np.uint8), froms, factors, masks, np.full(words, flips, np.uint32))
@@ -102,29 +108,21 @@ def extraction(fields: Fields, itemsize: int, blocks: int) -> Moves:
     value, bit = np.meshgrid(np.arange(fields.size * blocks), np.arange(len(fields.bits[0])), indexing="ij")
     source = np.stack([fields.places(value[:, 0], j) for j in range(value.shape[1])], axis=-1)
     byte = itemsize * value
-    return moves(fields.size * blocks * itemsize // 4, byte // 4, 8 * (byte % 4) + bit, np.zeros_like(value), source)
-
-
-def guarded(*parts: Array) -> Array:
-    """Arrays' bytes one after another, with room around them: uint8 [GUARD + .. + GUARD]."""
-    out = np.empty(sum(part.nbytes for part in parts) + 2 * GUARD, np.uint8)
-    end = GUARD
-    for part in parts:
-        start, end = end, end + part.nbytes
-        out[start:end].view(part.dtype).reshape(part.shape)[...] = part
-    return out
+    words, lane = fields.size * blocks * itemsize // 4, np.zeros_like(value)
+    return moves(words, byte // 4, 8 * (byte % 4) + bit, lane, source, blocks * fields.nbytes)
 
 
 def move(fast: ModuleType, table: Moves, stored: Array, starts: Array, steps: Sequence[int], out: Array) -> None:
     """Fill the cells of ``out``.
 
     Args:
-        stored: what ``guarded`` made.
+        stored: uint8 of any shape, in C order.
         starts: byte at which each lane of the first cell starts.
         steps: three numbers, bytes from one cell's lanes to those of the next along each axis of cells.
         out: uint32 [a, b, c, h, w]: the cells along three axes, each of h rows that are contiguous.
     """
-    offsets = (GUARD + starts[table.lanes] + table.offsets).astype(np.uint32)
+    assert stored.flags.c_contiguous, stored.strides
+    offsets = (starts[table.lanes] + table.offsets).astype(np.uint32)
     loop = fast.spread_bits if table.spread else fast.move_bits
     ways = (table.shifts, table.froms, table.factors, table.masks) if table.spread else (table.shifts, table.masks)
-    loop(stored, np.array(steps, np.uint64), offsets, *ways, table.flips, out)
+    loop(plain(stored.reshape(-1)), np.array(steps, np.uint64), offsets, *ways, table.flips, out)

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bits import loops, plain
-from .tensor import Tensor
 
 Array = NDArray[Any]
 
@@ -30,10 +29,16 @@ def unpack_rows(words: Array, bits: int, starts: Array) -> Array:
     return out
 
 
-def read_rows(qweight: Tensor, bits: int, channels: Array, columns: slice) -> Array:
-    """The codes of some ``channels`` [p] of stored words [W, N]: uint8 [p, columns]. No other rows are read."""
+def read_rows(words: Array, bits: int, channels: slice | Array, columns: slice) -> Array:
+    """The codes of some ``channels`` [p] of stored words [W, N], unaligned ones too: uint8 [p, columns]. No other rows
+    are read."""
+    if isinstance(channels, slice):
+        first, last = channels.start * bits // 32, -(-channels.stop * bits // 32)
+        starts = np.arange(channels.start * bits - 32 * first, channels.stop * bits - 32 * first, bits)
+        return unpack_rows(words[first:last, columns].view(np.uint32), bits, starts)
     needed, starts = _needed(channels.astype(np.int64) * bits, bits)
-    return unpack_rows(qweight.rows(needed).view(np.uint32)[:, columns], bits, starts)
+    taken = np.take(words.view(np.uint8), needed, axis=0).view(np.uint32)  # NumPy aligns all of a matrix to take rows
+    return unpack_rows(taken[:, columns], bits, starts)
 
 
 def unpack_columns(words: Array, bits: int, starts: Array) -> Array:

@@ -8,26 +8,22 @@ beyond it. Its writer is not used: what it writes depends on the run, and stride
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from . import strict_json
 from .errors import CorruptError, UnsupportedError, WarptileError
+from .output import Output
 from .strict_json import shown
 from .tensor import DTYPES, State, Tensor, nbytes, state
 
@@ -37,8 +33,6 @@ MAX_DIMS = 64  # numpy's
 MAX_ROW = 4096  # bytes of one tensor's description without its name: 64 dimensions of 19 digits, and padding
 MAX_ESCAPE = 12  # bytes of one escaped character, a surrogate pair
 MAX_EXPLAINED = 16 << 20
-BEHIND = 32 << 20
-"""Bytes after which the system is asked to begin with writing them to the disk."""
 LONG_LIST = re.compile(rb"\[[\d,\s]{65536}")  # the package's parser takes 40 bytes of memory for each number
 METADATA = "__metadata__"
 KEYS = {"dtype", "shape", "data_offsets"}
@@ -261,18 +255,14 @@ def write_stream(
         WarptileError: the disk is full, or the file cannot be written; what there was of it has been removed.
     """
     try:
-        with writing(path):
-            file = open(path, "wb", buffering=0)  # noqa: SIM115
-        with file:
-            output = _Output(path, file)
+        with Output(path, len(start) + sum(nbytes(entry.dtype, entry.shape) for entry in entries)) as output:
             output.write(start)
             for entry in entries:
                 _copy(output, entry)
                 output.write(bytes(-nbytes(entry.dtype, entry.shape) % align))
-            with writing(path):
-                os.fsync(file.fileno())
+            digest = output.finish()
         check()
-        return output.digest.hexdigest()
+        return digest
     except BaseException:
         if path.is_file() or path.is_symlink():
             path.unlink()
@@ -301,32 +291,7 @@ def _layout(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
     return text
 
 
-class _Output:
-    """A file that is written once, from the first byte to the last."""
-
-    def __init__(self, path: Path, file: FileIO) -> None:
-        self._path, self._file, self._end, self._sent = path, file, 0, 0
-        self.digest = xxhash.xxh3_64()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.digest.update(data)
-        with writing(self._path):
-            _write_all(self._file.fileno(), memoryview(data))
-        self._end += len(data)
-        if self._end - self._sent >= BEHIND:
-            # Advice that begins to write dirty pages back and does not wait: fsync at the end finds little to do.
-            with suppress(OSError):
-                os.posix_fadvise(self._file.fileno(), self._sent, self._end - self._sent, os.POSIX_FADV_DONTNEED)
-            self._sent = self._end
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    """One call takes no more than 2 GiB, and less where the disk is nearly full."""
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def _copy(output: _Output, entry: Entry) -> None:
+def _copy(output: Output, entry: Entry) -> None:
     written = 0
     for buffer in entry.data():
         array = np.asarray(buffer if isinstance(buffer, np.ndarray | np.generic) else memoryview(buffer))
@@ -334,17 +299,6 @@ def _copy(output: _Output, entry: Entry) -> None:
         output.write(raw.data)
         written += raw.size
     assert written == nbytes(entry.dtype, entry.shape), (entry.name, entry.dtype, entry.shape, written)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """What the system refuses while ``path`` is written becomes one line: WarptileError."""
-    try:
-        yield
-    except OSError as e:
-        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        do = "free some room, or name a destination on another disk" if full else "name another destination"
-        raise WarptileError("cannot be written", file=path, found=e.strerror or e, do=do) from e
 
 
 def _check_written(path: Path, entries: Sequence[Entry]) -> None:

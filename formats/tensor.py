@@ -131,14 +131,6 @@ class Tensor:
         """A copy of some of its bytes: uint8 [end - first]."""
         return self.raw()[first:end].copy()
 
-    def rows(self, which: slice | Array) -> Array:
-        """A copy of some rows of the first axis, aligned whatever the file is: a few at a time need little memory."""
-        dtype, _ = DTYPES[self.dtype]
-        assert dtype is not None, self.dtype
-        raw = self.raw().reshape(self.shape[0], -1)
-        copied = raw[which].copy() if isinstance(which, slice) else np.take(raw, which, axis=0)
-        return copied.view(dtype).reshape(-1, *self.shape[1:])
-
     def expect(self) -> None:
         """Tell the system that all of it is about to be read; reading begins, nobody waits."""
         with suppress(OSError), open(self.file, "rb") as f:

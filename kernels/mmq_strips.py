@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..formats.bits import Tile, loops
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
 from ..formats.moves import BYTES as BYTE_FIELDS
-from ..formats.moves import Fields, Moves, guarded, move, moves
+from ..formats.moves import Fields, Moves, move, moves
 
 Array = NDArray[Any]
 
@@ -134,11 +134,11 @@ def pack_codes(kind: Kind, codes: Array, out: Array) -> None:
 
 def move_codes(fast: ModuleType, kind: Kind, flip: int, fields: Fields, rows: Array, out: Array) -> None:
     """``pack_codes`` of the codes, XORed with ``flip``, of rows of blocks uint8 [N, bytes]."""
-    stored, length, at = guarded(rows), rows.shape[1], 0
+    length, at = rows.shape[1], 0
     steps = STRIPS * ROWS * length, ROWS * length, DEPTH // fields.size * fields.nbytes
     for plane in kind.codes:
         words = out[..., at : at + plane.nbytes].view(np.uint32)[..., None, :]
-        move(fast, _planted(plane, fields, flip), stored, np.arange(ROWS) * length, steps, words)
+        move(fast, _planted(plane, fields, flip), rows, np.arange(ROWS) * length, steps, words)
         at += plane.nbytes
 
 
@@ -150,7 +150,7 @@ def _planted(plane: Codes, fields: Fields, flip: int) -> Moves:
     word, field = plane.tile.place(k, row)
     source = np.stack([fields.places(k[..., 0], plane.shift + b) for b in range(bits)], axis=-1)
     flips = sum((flip >> plane.shift & 2**bits - 1) << low for low in range(0, 32, bits))
-    return moves(plane.nbytes // 4, word, bits * field + j, row, source, flips)
+    return moves(plane.nbytes // 4, word, bits * field + j, row, source, DEPTH // fields.size * fields.nbytes, flips)
 
 
 def _factor_planes(kind: Kind) -> list[tuple[int, int, int]]:
@@ -195,7 +195,7 @@ def _gather_codes(fast: ModuleType, kind: Kind, flip: int, strips: Array) -> Arr
     blocks, _, steps, _ = strips.shape
     codes = np.empty((blocks, STRIPS, ROWS, steps, DEPTH), np.uint8)
     size = sum(plane.nbytes for plane in kind.codes)
-    stored = guarded(strips[..., :size])
+    stored = np.ascontiguousarray(strips[..., :size])
     cells = codes.view(np.uint32).swapaxes(2, 3)
     table = _gathered(kind.codes, flip)
     move(fast, table, stored, np.zeros(1, int), (STRIPS * steps * size, steps * size, size), cells)
@@ -214,7 +214,7 @@ def _gathered(planes: tuple[Codes, ...], flip: int) -> Moves:
         ways.append((DEPTH // 4 * row + k // 4, 8 * (k % 4) + plane.shift + j, np.zeros_like(row), source))
         at += plane.nbytes
     word, bit, lane, source = (np.concatenate(part) for part in zip(*ways, strict=True))
-    return moves(ROWS * DEPTH // 4, word, bit, lane, source, 0x01010101 * flip)
+    return moves(ROWS * DEPTH // 4, word, bit, lane, source, at, 0x01010101 * flip)
 
 
 def unpack_factors(kind: Kind, strips: Array) -> list[list[Array]]:

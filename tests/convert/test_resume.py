@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from warptile.convert import convert, executors, jobs, pipeline, verify
-from warptile.formats import bits, safetensors_file
+from warptile.formats import bits, output
 from warptile.formats.errors import UsageError, WarptileError
 
 # The command line; after the second shard it prints a line and waits.
@@ -114,7 +114,7 @@ def test_other_options_make_everything_anew(src, want):
 
 
 def test_a_full_disk_keeps_what_is_finished_and_says_so(src, want, monkeypatch):
-    write, headers = safetensors_file._write_all, []
+    write, headers = output._write_all, []
 
     def fill(descriptor: int, data: memoryview) -> None:
         if bytes(data[8:9]) == b"{":
@@ -124,7 +124,7 @@ def test_a_full_disk_keeps_what_is_finished_and_says_so(src, want, monkeypatch):
         write(descriptor, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "_write_all", fill)
+        patch.setattr(output, "_write_all", fill)
         with pytest.raises(WarptileError, match=r"No space left.*goes on after \d finished shards"):
             convert(src, to="marlin", max_shard_size="4KB")
     partial = src.with_name("model-marlin.partial")

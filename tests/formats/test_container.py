@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from warptile.formats import output
 from warptile.formats.container import DTYPES, Entry, dtype_name, open_checkpoint, write_safetensors
 from warptile.formats.errors import CorruptError, UnsupportedError, WarptileError
 from warptile.formats.safetensors_file import read_header
@@ -355,11 +356,12 @@ def test_tensors_are_produced_one_at_a_time_and_in_order(tmp_path):
     log = []
 
     def data(name):
-        log.append((name, (tmp_path / "a").stat().st_size > 0))
-        yield bytes(8)
+        log.append((name, (tmp_path / "a").stat().st_size >= output.BUFFER))
+        yield bytes(output.BUFFER)
 
-    write_safetensors(tmp_path / "a", [Entry(n, "U8", (8,), lambda n=n: data(n)) for n in "xyz"], {})
-    assert log == [("x", True), ("y", True), ("z", True)]
+    write_safetensors(tmp_path / "a", [Entry(n, "U8", (output.BUFFER,), lambda n=n: data(n)) for n in "xyz"], {})
+    assert [name for name, _ in log] == ["x", "y", "z"]
+    assert log[2] == ("z", True)
 
 
 def test_a_full_disk_leaves_nothing_and_says_what_to_do(tmp_path):
