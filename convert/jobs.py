@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from ..formats import artifact, sources
 from ..formats.container import Checkpoint, Entry, Tensor, dtype_name, write_safetensors
 from ..formats.joining import join
-from ..formats.parts import packed, parts, shared
+from ..formats.parts import Part, packed, parts, shared
 from ..formats.stream import Pieces, Stream
 from ..kernels import layouts
 from . import manifest
@@ -205,20 +206,28 @@ def _copies(tensor: Tensor) -> list[Make]:
 def _open(job: Job, module: Module, unit: int) -> dict[str, Array | Pieces]:
     """What a module is written as, or one expert's share of it, by full name."""
     assert module.spec is not None
-    streams: list[Stream] = []
-    residue: dict[str, Array] = {}
-    where = {part.name: part for part in parts(module.name, module.spec)}
-    for linear in module.units[unit]:
+    streams, linears = {}, {linear.name: linear for linear in module.units[unit]}
+    for linear in linears.values():
         for name in linear.members:
             job.checkpoint.tensors[name].expect()
-        source, part = open_stream(job.checkpoint, linear.source, linear.name), where[linear.name]
-        q = source.tensor.check()
-        assert q.outline() == linear.outline, f"{linear.source}: describe and read disagree on {linear.name}"
-        streams.append(packed(source, part))
-        residue |= {f"{part.prefix}{suffix}": data for suffix, data in q.residue.items()}
-    layout, source = layouts()[job.layout], join(streams)
-    tensors, _ = layout.stream(source)
+        streams[linear.name] = stream = open_stream(job.checkpoint, linear.source, linear.name)
+        outline = stream.tensor.check().outline()
+        assert outline == linear.outline, f"{linear.source}: describe and read disagree on {linear.name}"
+    where = [part for part in parts(module.name, module.spec) if part.name in linears]
+    tensors, _ = pack_parts(layouts()[job.layout], where, streams)
+    residue = {
+        f"{part.prefix}{suffix}": data for part in where for suffix, data in streams[part.name].tensor.residue.items()
+    }
     return {f"{module.name}.{suffix}": part for suffix, part in artifact.as_stored(tensors, residue).items()}
+
+
+def pack_parts(
+    layout: ModuleType, where: Sequence[Part], streams: Mapping[str, Stream]
+) -> tuple[dict[str, Array | Pieces], dict[str, Any]]:
+    """(tensors by suffix, spec) that a layout makes of linears as readers gave them, side by side as ``where`` says."""
+    joined = join([packed(streams[part.name], part) for part in where])
+    made: tuple[dict[str, Array | Pieces], dict[str, Any]] = layout.stream(joined)
+    return made
 
 
 def open_stream(checkpoint: Checkpoint, source: str, module: str) -> Stream:

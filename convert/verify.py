@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,12 +23,13 @@ from ..formats.parts import NARROW, Part, expert_of, parts
 from ..formats.stream import Pieces
 from ..kernels import layouts
 from . import compare, origin
-from .jobs import open_stream
+from .jobs import open_stream, pack_parts
 from .progress import Progress
 from .workers import threads
 
 Array = NDArray[Any]
 Spec = dict[str, Any]
+Packed = tuple[Mapping[str, Array | Pieces], Spec]
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ def verify(
 
     Without: every spec fits its tensors, packing what they unpack to gives the same bytes (padding included), and
     widened codes are those of the narrow element. Nothing is known of values, nor of tensors that passed through.
-    With: the same, and every module's canonical form, every other tensor and every file that ``unpack`` gives back
-    equals the source's, and neither has more; the source is read with the options of the conversion, unless others
-    are given. ``workers`` threads compare slabs of codes; 0 is one for every core.
+    With: what every module says of its linears but for their codes equals what the source says; packing the source's
+    codes gives the module's very bytes, padding included; every other tensor and every file that ``unpack`` gives back
+    equals the source's; and neither has more. The source is read with the options of the conversion, unless others
+    are given. ``workers`` threads pack and compare; 0 is one for every core.
 
     Raises:
         VerifyError: the first module, part and position that differ.
@@ -74,12 +77,13 @@ def verify(
         claimed = {reader: sources()[reader].modules(source) for reader in readers}
         consumed: set[str] = set()
         for name, spec in artifact.modules.items():
-            _repack(artifact, name, pool)
-            for part in parts(name, spec):
-                if part.name not in claimed[part.reader]:
-                    raise VerifyError("the source has no such module", file=source.path, tensor=part.name)
-                members = claimed[part.reader][part.name]
-                _compare(artifact, source, part, pool)
+            of_expert = groupby(parts(name, spec), key=lambda part: part.expert)
+            for expert, where in ((expert, list(run)) for expert, run in of_expert):
+                for part in where:
+                    if part.name not in claimed[part.reader]:
+                        raise VerifyError("the source has no such module", file=source.path, tensor=part.name)
+                members = [member for part in where for member in claimed[part.reader][part.name]]
+                _compare(artifact, source, name, expert, where, pool)
                 consumed.update(members)
                 for member in members:
                     source.tensors[member].release()
@@ -138,22 +142,32 @@ def _repack(artifact: Artifact, name: str, pool: Executor) -> None:
     for expert in range(spec["experts"] or 0):
         _repack_one(artifact, layout, f"{name} expert {expert}", *expert_of(layout, spec, stored, expert), pool)
     for part in parts(name, spec):
-        if NARROW in part.source:
-            codes = artifact.stream(part.name, in_range=False)
-            compare.codes_of_element(f"{part.name} codes", artifact.checkpoint.path, codes, pool)
+        _in_range(artifact, part, pool)
+
+
+def _in_range(artifact: Artifact, part: Part, pool: Executor) -> None:
+    if NARROW in part.source:
+        codes = artifact.stream(part.name, in_range=False)
+        compare.codes_of_element(f"{part.name} codes", artifact.checkpoint.path, codes, pool)
 
 
 def _repack_one(
     artifact: Artifact, layout: ModuleType, name: str, stored: Mapping[str, Array], spec: Spec, pool: Executor
 ) -> None:
-    again = view(layout, stored, spec)
-    packed, found = layout.stream(again)
+    _same_packed(artifact, name, stored, spec, layout.stream(view(layout, stored, spec)), pool)
+
+
+def _same_packed(
+    artifact: Artifact, name: str, stored: Mapping[str, Array], spec: Spec, packed: Packed, pool: Executor
+) -> None:
+    """Raise VerifyError unless what a layout packed is what is stored."""
+    tensors, found = packed
     for key, value in found.items():
         if spec.get(key) != value:
             raise VerifyError(
                 "the spec is not that of its tensors", tensor=name, found=f"{key} = {spec.get(key)}", need=value
             )
-    for suffix, need in packed.items():
+    for suffix, need in tensors.items():
         where, held = f"{name}.{suffix}", stored[suffix]
         if isinstance(need, Pieces):
             compare.same_pieces(where, artifact.checkpoint.path, held, need, pool)
@@ -161,17 +175,30 @@ def _repack_one(
             compare.same(where, artifact.checkpoint.path, held, need)
 
 
-def _compare(artifact: Artifact, source: Checkpoint, part: Part, pool: Executor) -> None:
-    """Raise VerifyError unless a linear is what its reader reads in the source."""
-    name = part.name
-    ours, theirs = artifact.stream(name), open_stream(source, part.reader, name)
-    found, need = dict(_parts(ours.tensor)), dict(_parts(theirs.tensor))
-    for what in (*need, *(p for p in found if p not in need)):
-        where = f"{name} {what}"
-        if what not in found or what not in need:
-            raise VerifyError("only one of the two has it", file=artifact.checkpoint.path, tensor=where)
-        compare.same(where, artifact.checkpoint.path, found[what], need[what])
-    compare.same_codes(f"{name} codes", artifact.checkpoint.path, ours, theirs, pool)
+def _compare(
+    artifact: Artifact, source: Checkpoint, name: str, expert: int | None, where: Sequence[Part], pool: Executor
+) -> None:
+    """Raise VerifyError unless a module, or an expert of it, is what packing its linears ``where`` gives."""
+    theirs = {part.name: open_stream(source, part.reader, part.name) for part in where}
+    for part in where:
+        ours, need = dict(_parts(artifact.stream(part.name).tensor)), dict(_parts(theirs[part.name].tensor))
+        for what in (*need, *(p for p in ours if p not in need)):
+            place = f"{part.name} {what}"
+            if what not in ours or what not in need:
+                raise VerifyError("only one of the two has it", file=artifact.checkpoint.path, tensor=place)
+            compare.same(place, artifact.checkpoint.path, ours[what], need[what])
+    spec, stored = artifact.modules[name], artifact.tensors(name)
+    layout = layouts()[spec["layout"]]
+    if expert is not None:
+        stored, spec = expert_of(layout, spec, stored, expert)
+    try:
+        _same_packed(artifact, name, stored, spec, pack_parts(layout, where, theirs), pool)
+    except VerifyError:
+        for part in where:  # the first weight that differs says more than the first byte
+            _in_range(artifact, part, pool)
+            found = artifact.stream(part.name)
+            compare.same_codes(f"{part.name} codes", artifact.checkpoint.path, found, theirs[part.name], pool)
+        raise
 
 
 def _parts(q: QuantTensor) -> Iterator[tuple[str, Any]]:

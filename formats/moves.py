@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .bits import plain
-
 Array = NDArray[Any]
 
 
@@ -112,17 +110,23 @@ def extraction(fields: Fields, itemsize: int, blocks: int) -> Moves:
     return moves(words, byte // 4, 8 * (byte % 4) + bit, lane, source, blocks * fields.nbytes)
 
 
+def spanned(array: Array) -> Array:
+    """uint8: the memory from an array's first byte to its last, whatever lies between them; strides are positive."""
+    assert min(array.strides) >= 0, array.strides
+    last = sum((extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True))
+    return np.lib.stride_tricks.as_strided(array.view(np.uint8), (last + array.itemsize,), (1,), writeable=False)
+
+
 def move(fast: ModuleType, table: Moves, stored: Array, starts: Array, steps: Sequence[int], out: Array) -> None:
     """Fill the cells of ``out``.
 
     Args:
-        stored: uint8 of any shape, in C order.
+        stored: uint8, of which what lies in memory from the first to the last is read by the steps.
         starts: byte at which each lane of the first cell starts.
         steps: three numbers, bytes from one cell's lanes to those of the next along each axis of cells.
         out: uint32 [a, b, c, h, w]: the cells along three axes, each of h rows that are contiguous.
     """
-    assert stored.flags.c_contiguous, stored.strides
     offsets = (starts[table.lanes] + table.offsets).astype(np.uint32)
     loop = fast.spread_bits if table.spread else fast.move_bits
     ways = (table.shifts, table.froms, table.factors, table.masks) if table.spread else (table.shifts, table.masks)
-    loop(plain(stored.reshape(-1)), np.array(steps, np.uint64), offsets, *ways, table.flips, out)
+    loop(spanned(stored), np.array(steps, np.uint64), offsets, *ways, table.flips, out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from .strict_json import shown
 from .tensor import dtype_name
 
 Array = NDArray[Any]
+T = TypeVar("T")
 Spec = dict[str, Any]
 Layouts = Mapping[str, ModuleType]
 
@@ -102,7 +103,7 @@ def stored(
     return packed | {f"{RESIDUE}{s}": (dtype_name(dtype), tuple(shape)) for s, dtype, shape in sorted(residue)}
 
 
-def as_stored(tensors: Mapping[str, Array], residue: Mapping[str, Array]) -> dict[str, Array]:
+def as_stored(tensors: Mapping[str, T], residue: Mapping[str, Array]) -> dict[str, T | Array]:
     """The same for arrays: {suffix: array}."""
     return {**tensors, **{f"{RESIDUE}{suffix}": residue[suffix] for suffix in sorted(residue)}}
 

@@ -195,10 +195,10 @@ def _gather_codes(fast: ModuleType, kind: Kind, flip: int, strips: Array) -> Arr
     blocks, _, steps, _ = strips.shape
     codes = np.empty((blocks, STRIPS, ROWS, steps, DEPTH), np.uint8)
     size = sum(plane.nbytes for plane in kind.codes)
-    stored = np.ascontiguousarray(strips[..., :size])
+    stored = strips[..., :size]
     cells = codes.view(np.uint32).swapaxes(2, 3)
     table = _gathered(kind.codes, flip)
-    move(fast, table, stored, np.zeros(1, int), (STRIPS * steps * size, steps * size, size), cells)
+    move(fast, table, stored, np.zeros(1, int), stored.strides[:3], cells)
     return codes.reshape(-1, steps * DEPTH)
 
 
