@@ -71,7 +71,7 @@ def _record(partial: Path, shard: Path) -> Path:
 
 
 def publish(written: Path, shard: Path, key: str, finished: Finished) -> None:
-    """Give a shard its name and record it.
+    """Record a shard and give it its name.
 
     Raises:
         WarptileError: another run has taken the destination since then; what was written is removed.
@@ -80,11 +80,11 @@ def publish(written: Path, shard: Path, key: str, finished: Finished) -> None:
     if (partial / DIRECTORY / KEY).read_text() != key:
         written.unlink()
         raise WarptileError("another run has replaced this one", file=shard.parent)
+    content = {"nbytes": finished.nbytes, "xxh3": finished.xxh3, "notes": finished.notes}
+    _write(_record(partial, shard), json.dumps(content))  # first: a shard that has its name is never made again
     with writing(shard):
         written.rename(shard)
         sync(shard.parent)
-    content = {"nbytes": finished.nbytes, "xxh3": finished.xxh3, "notes": finished.notes}
-    _write(_record(partial, shard), json.dumps(content))
 
 
 def finished(partial: Path, shards: Iterable[Path]) -> dict[str, Finished]:
