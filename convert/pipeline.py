@@ -24,7 +24,7 @@ from .executors import carry_out, executor
 from .jobs import Job, needed
 from .plan import Plan
 from .progress import Progress
-from .staging import check_paths, check_space, default_destination, is_file, staged
+from .staging import check_companions, check_paths, check_space, default_destination, is_file, staged
 from .workers import threads
 
 
@@ -39,8 +39,8 @@ class Result:
     """Copied as they are."""
     beside: int
     """Bytes of what is written beside the weights: side files and companions."""
-    replaces: bool
-    """Something stands, or stood, at ``dst``."""
+    replaces: tuple[Path, ...]
+    """What stands, or stood, at ``dst`` and where its companions go."""
     written: bool
 
     @property
@@ -99,9 +99,10 @@ def convert(
     dst = Path(dst) if dst is not None else default_destination(src, to)
     if rebuilder(dst) is not None:
         raise UsageError("an artifact is a .safetensors file or a directory", file=dst, do="name one of these")
-    replaces = os.path.lexists(dst)
     check_paths(src, dst, overwrite=overwrite or dry_run, artifact=True)
     checkpoint = open_checkpoint(src, Options(**options))
+    beside = check_companions(dst, checkpoint.companions, overwrite=overwrite or dry_run)
+    replaces = (*([dst] if os.path.lexists(dst) else ()), *beside)
     plan = planning.make(checkpoint, source, to, widen=widen, fuse=fuse, stack_experts=stack_experts, workers=workers)
     _check_converted(plan, strict)
     if find_spec("numba") is None:
@@ -109,19 +110,19 @@ def convert(
     side_files = () if is_file(dst) else checkpoint.side_files
     if len(side_files) < len(checkpoint.side_files):
         checkpoint.note("", f"one file has no place for {len(checkpoint.side_files)} side files: not copied")
-    beside = sum(map(len, checkpoint.companions.values())) + sum(file.stat().st_size for file in side_files)
+    more = sum(map(len, checkpoint.companions.values())) + sum(file.stat().st_size for file in side_files)
     sizes = [sum(t.nbytes for t in piece) for piece in plan.pieces]
     cut = [range(len(sizes))] if is_file(dst) else out.assign(sizes, limit)
     files = [dst.name] if is_file(dst) else out.names(len(cut))
     copied = tuple(file.name for file in side_files)
-    result = Result(plan, dst, tuple(files), copied, beside, replaces, written=not dry_run)
+    result = Result(plan, dst, tuple(files), copied, more, replaces, written=not dry_run)
     if dry_run:
         return result
     said = [_metadata(plan, plan.pieces[run.start : run.stop], first=run.start == 0) for run in cut]
     key = _key(plan, files, cut, said)
-    with staged(dst, key) as product, executor(scheduler) as where:
+    with staged(dst, key, overwrite=overwrite) as product, executor(scheduler) as where:
         done = manifest.finished(product.parent, [_place(product, dst, file) for file in files])
-        check_space(dst, plan.nbytes + beside - sum(shard.nbytes for shard in done.values()))
+        check_space(dst, plan.nbytes + more - sum(shard.nbytes for shard in done.values()))
         jobs = [
             _job(plan, product, dst, file, plan.pieces[run.start : run.stop], metadata, key, workers)
             for file, run, metadata in zip(files, cut, said, strict=True)

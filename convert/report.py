@@ -149,8 +149,8 @@ def _(result: Result) -> str:
     else:
         if result.side_files:
             lines.append(f"{_count(len(result.side_files), 'side file')} would be copied as they are")
-        if result.replaces:
-            lines.append(printable(f"{result.dst} exists: --overwrite would replace it, and without it is an error"))
+        for path in result.replaces:
+            lines.append(printable(f"{path} exists: --overwrite would replace it, and without it is an error"))
         lines.append(
             printable(
                 f"{result.dst} would take {size(plan.nbytes + result.beside)} of disk{shards};"
@@ -167,7 +167,7 @@ def _(result: Result) -> dict[str, Any]:
         "source": str(plan.checkpoint.path),
         "destination": str(result.dst),
         "written": result.written,
-        "replaces": result.replaces,
+        "replaces": bool(result.replaces),
         "files": list(result.files),
         "side_files": list(result.side_files),
         "layout": plan.layout,

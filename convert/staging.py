@@ -12,10 +12,11 @@ A name without ``.partial`` is therefore always a finished product, whatever kil
 from __future__ import annotations
 
 import fcntl
+import filecmp
 import glob
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -87,6 +88,36 @@ def _may_be_replaced(dst: Path, artifact: bool) -> bool:
     return all(is_model(file, artifact=artifact) for file in weights)
 
 
+def check_companions(dst: Path, contents: Mapping[str, bytes], *, overwrite: bool) -> tuple[Path, ...]:
+    """Refuse companions, {suffix: content}, that would replace a file of something else beside DST.
+
+    Returns those files that ``overwrite`` has replaced. Raises WarptileError.
+    """
+    places = {dst.with_name(dst.name + suffix): content for suffix, content in contents.items()} if is_file(dst) else {}
+    return tuple(place for place, content in places.items() if _in_the_way(place, content, overwrite))
+
+
+def _in_the_way(path: Path, companion: bytes | Path, overwrite: bool) -> bool:
+    """Whether something else than a companion, its bytes or its file, stands at its place and is replaced by it. What
+    a run has left there that was killed while it published is the same. Raises WarptileError for what is spared."""
+    if not os.path.lexists(path):
+        return False
+    plain = path.is_file() and not path.is_symlink()
+    if plain and _same(path, companion):
+        return False
+    if not overwrite:
+        raise WarptileError("already exists", file=path, do="name another destination, or give --overwrite")
+    if not plain:
+        raise WarptileError("is no plain file, so it is not replaced", file=path, do="move it away yourself")
+    return True
+
+
+def _same(path: Path, content: bytes | Path) -> bool:
+    if isinstance(content, Path):
+        return filecmp.cmp(path, content, shallow=False)
+    return path.stat().st_size == len(content) and path.read_bytes() == content
+
+
 def check_space(dst: Path, need: int) -> None:
     """Refuse a run that cannot fit on the destination's file system. ``need`` in bytes."""
     free = shutil.disk_usage(dst.parent).free
@@ -101,15 +132,16 @@ def check_space(dst: Path, need: int) -> None:
 
 
 @contextmanager
-def staged(dst: Path, key: str | None = None) -> Iterator[Path]:
-    """Yield the path to build the product at (a directory exists already); publish it at ``dst`` when the block ends.
+def staged(dst: Path, key: str | None = None, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield the path to build the product at (a directory exists already); publish it at ``dst`` when the block ends,
+    its companions too unless they replace other files; ``overwrite`` lets them.
 
     With a ``key``, shards that a dead run with the same key has finished are still there, and only they. An interrupt
     (``KeyboardInterrupt``) leaves what was built for the next run. An error removes it, but for finished shards when
     the system and not the data is at fault.
 
     Raises:
-        WarptileError: another live run is writing to the same destination.
+        WarptileError: another live run is writing to the same destination; a companion would replace another file.
     """
     partial = dst.with_name(dst.name + ".partial")
     lock = _locked(partial, dst)
@@ -119,7 +151,7 @@ def staged(dst: Path, key: str | None = None) -> Iterator[Path]:
         if not is_file(dst):
             product.mkdir(exist_ok=True)
         yield product
-        _publish(product, partial, dst)
+        _publish(product, partial, dst, overwrite)
     except Exception as error:
         done = sum(1 for _ in (partial / manifest.DIRECTORY).glob("*.json"))
         if type(error) is WarptileError and done:
@@ -193,11 +225,14 @@ def _clear(partial: Path, dst: Path, key: str | None) -> None:
         manifest.begin(partial, key)
 
 
-def _publish(product: Path, partial: Path, dst: Path) -> None:
+def _publish(product: Path, partial: Path, dst: Path, overwrite: bool) -> None:
     if not is_file(dst):
         sync(product)
-    for companion in partial.glob(f"{glob.escape(dst.name)}.*"):
-        companion.replace(dst.with_name(companion.name))
+    companions = {file: dst.with_name(file.name) for file in partial.glob(f"{glob.escape(dst.name)}.*")}
+    for file, place in companions.items():
+        _in_the_way(place, file, overwrite)
+    for file, place in companions.items():
+        file.replace(place)
     replaced = partial / ".replaced"
     if os.path.lexists(dst):
         dst.rename(replaced)

@@ -60,7 +60,7 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
             stored = _stored(artifact, tensor)
             promised[tensor.linear][stored.name] = stored.dtype, stored.shape
     batches = {name: out.Batch(partial(origin.restored, artifact, name, promised[name])) for name in promised}
-    with staged(dst) as product, closing(Progress(total, "unpacking", quiet)) as progress:
+    with staged(dst, overwrite=overwrite) as product, closing(Progress(total, "unpacking", quiet)) as progress:
         shards = [_shard(artifact, name, file, batches, progress.advance) for name, file in files.items()]
         rebuild = rebuilder(dst)
         if rebuild is not None:

@@ -16,7 +16,11 @@ Array = NDArray[Any]
 MAX_EXTENT = 2**31 - 1
 """Of a block that a label names, as of a matrix in an artifact's spec."""
 
-EXPONENTS = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80), "float32": np.uint32(0x7F800000)}
+EXPONENTS: Mapping[str, np.unsignedinteger[Any]] = {
+    "float16": np.uint16(0x7C00),
+    "bfloat16": np.uint16(0x7F80),
+    "float32": np.uint32(0x7F800000),
+}
 """The bits that a NaN or an infinite number has all of."""
 
 

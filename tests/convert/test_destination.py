@@ -103,17 +103,83 @@ def test_unpack_replaces_a_model_and_nothing_else(make_directory, tmp_path, name
     assert file.read_text() == "my thesis"
 
 
-def test_unpack_replaces_a_gguf_and_no_text_of_that_name(tmp_path):
-    src, dst = tmp_path / "m.gguf", tmp_path / "back.gguf"
-    src.write_bytes(content([Stored("blk.0.ffn_up.weight", "Q4_0", (64, 32), b"\0\x2c" * 576)], model(head_count=2)))
-    convert(src, tmp_path / "out", to="marlin")
+def test_unpack_replaces_a_gguf_and_no_text_of_that_name(gguf, tmp_path):
+    dst = tmp_path / "back.gguf"
+    convert(gguf, tmp_path / "out", to="marlin")
     for _ in range(2):
         unpack(tmp_path / "out", dst, overwrite=True)
-        assert dst.read_bytes() == src.read_bytes()
+        assert dst.read_bytes() == gguf.read_bytes()
     dst.write_text("my thesis")
     with pytest.raises(WarptileError, match="not a model"):
         unpack(tmp_path / "out", dst, overwrite=True)
     assert dst.read_text() == "my thesis"
+
+
+@pytest.fixture
+def gguf(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content([Stored("blk.0.ffn_up.weight", "Q4_0", (64, 32), b"\0\x2c" * 576)], model(head_count=2)))
+    return path
+
+
+STRAYS = {
+    "a text": lambda p: p.write_text("my thesis"),
+    "as long as what would be written": lambda p: p.write_bytes(bytes(p.stat().st_size)),
+    "a directory": lambda p: (p.unlink(), p.mkdir()),
+    "a link to nothing": lambda p: (p.unlink(), p.symlink_to("nothing")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STRAYS)
+def test_a_companion_replaces_nothing_unasked(gguf, tmp_path, capsys, case):
+    dst, kept = tmp_path / "out.safetensors", tmp_path / "out.safetensors.gguf-kv"
+    convert(gguf, dst, to="mmq")
+    good, _ = kept.read_bytes(), dst.unlink()
+    STRAYS[case](kept)
+    before, plain = snapshot(tmp_path), kept.is_file()
+    code = main(["gguf-to-mmq", str(gguf), str(dst), "--json"])
+    said = json.loads(capsys.readouterr().out)["error"]
+    assert (code, said["what"], said["file"]) == (1, "already exists", str(kept))
+    assert said["do"] == "name another destination, or give --overwrite"
+    assert snapshot(tmp_path) == before
+    again = ["gguf-to-mmq", str(gguf), str(dst), "--overwrite"]
+    dry, wet = main([*again, "--dry-run"]), main(again)
+    out, err = capsys.readouterr()
+    assert (dry, wet) == ((0, 0) if plain else (1, 1))
+    if plain:
+        assert f"{kept} exists: --overwrite would replace it, and without it is an error" in out
+        assert kept.read_bytes() == good
+    else:
+        assert err.count("is no plain file, so it is not replaced") == 2
+        assert snapshot(tmp_path) == before
+
+
+def test_a_companion_that_a_killed_run_left_is_no_stranger(gguf, tmp_path):
+    dst = tmp_path / "out.safetensors"
+    convert(gguf, dst, to="mmq")
+    whole = snapshot(tmp_path)
+    dst.unlink()
+    assert convert(gguf, dst, to="mmq").replaces == ()
+    assert snapshot(tmp_path) == whole
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_companion_that_appears_meanwhile_is_spared(tmp_path, overwrite):
+    dst, kept = tmp_path / "out.safetensors", tmp_path / "out.safetensors.beside"
+
+    def write():
+        with staging.staged(dst, overwrite=overwrite) as product:
+            product.write_text("weights")
+            product.with_name(kept.name).write_text("ours")
+            kept.write_text("somebody's")
+
+    if overwrite:
+        write()
+        assert (dst.read_text(), kept.read_text()) == ("weights", "ours")
+        return
+    with pytest.raises(WarptileError, match=r"out\.safetensors\.beside: already exists"):
+        write()
+    assert snapshot(tmp_path) == {kept.name: b"somebody's"}
 
 
 def test_a_directory_that_has_the_name_of_the_staging_is_spared(make_directory, tmp_path):

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from warptile.convert import cli
 from warptile.convert.cli import main
+from warptile.formats.errors import CorruptError
 
 K_PROJ = "model.layers.0.self_attn.k_proj"
 FIELDS = ["exit_code", "line", "file", "tensor", "what", "found", "need", "do"]
@@ -70,6 +72,22 @@ def test_every_kind_of_failure(capsys, make_directory, tmp_path, monkeypatch, ca
     found, error = failed(capsys, *(str(a).format(src=src) for a in args))
     assert (found, what in error["what"]) == (code, True), error
     assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("command", sorted(typer.main.get_command(cli.app).commands))
+def test_every_command_prints_its_failure(capsys, monkeypatch, tmp_path, command):
+    def fail(*_: object, **__: object) -> None:
+        raise CorruptError("it lies", file="a.safetensors", tensor="t", found=1, need=2, do="do this")
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("convert", "inspect", "verify", "unpack", "formats"):
+        monkeypatch.setattr(cli, name, fail)
+    needs = {"formats": [], "unpack": ["a", "b"], "auto": ["a", "--to", "mmq"]}
+    code, error = failed(capsys, command, *needs.get(command, ["a"]))
+    values = [str(code), "a.safetensors: t: it lies; found 1; need 2; do this", "a.safetensors", "t", "it lies"]
+    assert [str(error[key]) for key in FIELDS] == [*values, "1", "2", "do this"]
+    code, error = failed(capsys, command, "--no-such-flag")
+    assert (code, "No such option" in error["what"]) == (2, True)
 
 
 def test_verify_that_finds_a_difference(capsys, make_file, plain_tensors):
