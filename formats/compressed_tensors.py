@@ -32,6 +32,7 @@ from . import compressed_tensors_stream as streams
 from .canonical import ELEMENTS, Element, Outline, QuantTensor, grid_shape
 from .compressed_tensors_config import LABELS, Arguments
 from .compressed_tensors_members import ALONE, INDICES, PACKED, UNPACKED, WORDS, checked, extents
+from .compressed_tensors_shape import check_k
 from .container import Checkpoint, Tensor
 from .errors import CorruptError, UnsupportedError
 from .linear import Linear, assuming
@@ -182,6 +183,7 @@ def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     scale, bits, stream = members["weight_scale"], 8, None
     if "weight_packed" in members:
         n, k = extents(members["weight_packed"], members["weight_shape"])
+        check_k(members, n, k, label)
         by = "--bits" if "bits" in label.switched else "the label"
         points = members.get("weight_zero_point")
         column = None if points is None or len(points.shape) != 2 else (n, points.shape[0])

@@ -29,6 +29,19 @@ def words(count: int, bits: int, stream: str) -> int:
     return -(-count * bits // 32) if stream == DENSE else -(-count // (32 // bits))
 
 
+def widths(count: int, found: int) -> list[int]:
+    """Bits of ``count`` codes that take ``found`` words."""
+    return [bits for bits in BITS if any(words(count, bits, stream) == found for stream in (DENSE, WORDWISE))]
+
+
+def counts(found: int, bits: int) -> list[int]:
+    """How many codes of so many bits can take ``found`` words; none of a width that is not packed."""
+    if bits not in BITS:
+        return []
+    dense = range((found - 1) * 32 // bits + 1, found * 32 // bits + 1)
+    return sorted({*dense, *range((found - 1) * (32 // bits) + 1, found * (32 // bits) + 1)})
+
+
 def decide(
     packed: Tensor, k: int, said: int | None, by: str, version: str, zeros: tuple[int, int] | None = None
 ) -> tuple[int, str]:
@@ -36,16 +49,11 @@ def decide(
 
     ``said`` are the bits that a switch or the label gives, ``by`` is which of them, ``version`` the writer's.
 
-    Raises CorruptError when no width explains w, UnsupportedError when what is said contradicts it or several readings
-    are left.
+    Some width explains w. Raises UnsupportedError when what is said contradicts it, or several readings are left.
     """
     found = packed.shape[1]
     fitting = {(b, s) for b in BITS for s in (DENSE, WORDWISE) if words(k, b, s) == found}
     where: dict[str, Any] = {"file": packed.file, "tensor": packed.name}
-    if not fitting:
-        raise CorruptError(
-            "shapes disagree", **where, found=f"{found} words a row", need=f"those of {k} codes, as weight_shape says"
-        )
     possible = sorted({b for b, _ in fitting})
     if said is not None and said not in possible:
         raise UnsupportedError(

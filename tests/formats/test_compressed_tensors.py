@@ -380,8 +380,12 @@ def g_idx(*values: int) -> Case:
     return replaced(ct_case(), "weight_g_idx", ("I32", (len(values),), struct.pack(f"<{len(values)}i", *values)))
 
 
+def told(case: Case, *extents: int) -> Case:
+    return replaced(case, "weight_shape", ("I64", (len(extents),), struct.pack(f"<{len(extents)}q", *extents)))
+
+
 def shape(*extents: int) -> Case:
-    return replaced(ct_case(), "weight_shape", ("I64", (len(extents),), struct.pack(f"<{len(extents)}q", *extents)))
+    return told(ct_case(), *extents)
 
 
 def spare_tops() -> Case:
@@ -411,7 +415,26 @@ BAD: list[tuple[str, Callable[[], Case], dict[str, Any], type[Exception], str]] 
     ("shape rows", lambda: shape(63, 96), {}, CorruptError,
      "layer.weight_shape: shapes disagree; found 63 x 96; need 64 rows, as layer.weight_packed [64, 12] has"),
     ("shape columns", lambda: shape(64, 2000), {}, CorruptError,
-     "layer.weight_packed: shapes disagree; found 12 words a row; need those of 2000 codes, as weight_shape says"),
+     "layer.weight_shape: shapes disagree; found 64 x 2000; need 64 x 89 to 96, as 12 words a row of "
+     "layer.weight_packed hold with 4 bits as the label says; get the checkpoint again"),
+    ("twice the columns", lambda: shape(64, 192), {}, CorruptError,
+     "layer.weight_shape: shapes disagree; found 64 x 192; need 64 x 89 to 96, as 12 words a row"),
+    ("half the columns", lambda: shape(64, 48), {}, CorruptError,
+     "layer.weight_shape: shapes disagree; found 64 x 48; need 64 x 89 to 96"),
+    ("half the columns of channels", lambda: told(ct_case(group="channel"), 64, 48), {}, CorruptError,
+     "found 64 x 48; need 64 x 89 to 96, as 12 words a row of layer.weight_packed hold with 4 bits as the label says; "
+     "get the checkpoint again, or say --bits 7 or 8 if the label is wrong"),
+    ("twice the columns beside g_idx", lambda: told(ct_case(act="order"), 64, 192), {}, CorruptError,
+     "layer.weight_shape: shapes disagree; found 64 x 192; need 64 x 96, as 12 words"),
+    ("twice the columns beside zero points", lambda: told(ct_case(group="channel", sym=False), 64, 192), {},
+     CorruptError, "layer.weight_shape: shapes disagree; found 64 x 192; need 64 x 89 to 96"),
+    ("columns below zero", lambda: shape(64, -96), {}, CorruptError, "layer.weight_shape: shapes disagree"),
+    ("no label and no width", lambda: shape(64, 2000), {"config_groups": {}}, CorruptError,
+     "layer.weight_shape: shapes disagree; found 64 x 2000; need 64 x k with k codes of 2 to 8 bits, as 12 words"),
+    ("bits of channels", lambda: relabelled(ct_case(group="channel", sym=False), num_bits=8), {}, UnsupportedError,
+     "layer.weight_packed: the label contradicts the shapes; found 12 words for 96 codes, so 4 bits"),
+    ("no such bits", lambda: relabelled(ct_case(), num_bits=16), {}, UnsupportedError,
+     "need 16 bits as the label says; --bits 4 believes the tensors"),
     ("shape extents", lambda: shape(64, 96, 1), {}, CorruptError, "layer.weight_shape: shapes disagree; found [3]"),
     ("bits", lambda: relabelled(ct_case(), num_bits=8), {}, UnsupportedError,
      "found 12 words for 96 codes, so 4 bits; need 8 bits as the label says; --bits 4 believes the tensors"),
@@ -464,6 +487,34 @@ def test_bad_input_is_one_clear_line(
     text = str(caught.value)
     assert says in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("case", "bits", "error", "says"),
+    [
+        (
+            ct_case(),
+            2,
+            UnsupportedError,
+            "layer.weight_packed: --bits contradicts the shapes; found 12 words for 96",
+        ),
+        (ct_case(group="channel"), 8, UnsupportedError, "need 8 bits as --bits says; --bits 4 believes the tensors"),
+        (
+            shape(64, 192),
+            4,
+            CorruptError,
+            "found 64 x 192; need 64 x 89 to 96, as 12 words a row of layer.weight_packed",
+        ),
+        (shape(64, 2000), 4, CorruptError, "hold with 4 bits as --bits says; get the checkpoint again"),
+    ],
+)
+def test_a_width_that_is_asked_for_or_the_shape_is_blamed(
+    case: Case, bits: int, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    given = open_checkpoint(case.save(tmp_path), Options(bits=bits))
+    with pytest.raises(error) as caught:
+        read_all(given)
+    assert says in str(caught.value)
 
 
 JUNK: list[Any] = [0, -1, 3.5, True, "x", [1], {"a": 1}, [None], 2**70, ["re:("], math.nan]
