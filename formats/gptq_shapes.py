@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import CorruptError, UnsupportedError
 from .gptq_config import BITS, Label
@@ -40,6 +40,7 @@ def code_bits(shapes: Shapes, label: Label, say: Say, file: str, tensor: str) ->
     if agreed:
         return agreed[0]
     if label.bits:
+        _refuse_g_idx(shapes, fitting, label, file, tensor)
         switch = "--bits" if "bits" in label.switched else None
         raise UnsupportedError(
             f"{switch or 'the label'} contradicts the shapes",
@@ -67,6 +68,35 @@ def code_bits(shapes: Shapes, label: Label, say: Say, file: str, tensor: str) ->
     return fitting[0]
 
 
+def _refuse_g_idx(shapes: Shapes, fitting: Sequence[int], label: Label, file: str, qweight: str) -> None:
+    """Raise CorruptError where the scales' groups are those of as many channels as the label's width gives, and not of
+    those that g_idx has: then the length of g_idx is wrong, and no width of its own follows from it."""
+    if shapes.k is None:
+        return
+
+    def grouped(k: int) -> bool:
+        return any(covers(size, k, shapes.groups) for size in label.group_size if size != -1)
+
+    for bits in label.bits:
+        if replace(shapes, k=None).fit(bits) and grouped(shapes.rows * 32 // bits) and not grouped(shapes.k):
+            instead = f"; --bits {_either(fitting)} if g_idx is right"
+            raise _one_wrong(shapes, bits, "g_idx", [shapes.k], [shapes.rows * 32 // bits], file, qweight, instead)
+
+
+def _one_wrong(
+    shapes: Shapes, bits: int, suffix: str, found: list[int], need: list[int], file: str, qweight: str, do: str = ""
+) -> CorruptError:
+    """The error for the one tensor that all others, and the label, speak against."""
+    return CorruptError(
+        "shapes disagree",
+        file=file,
+        tensor=qweight.removesuffix("qweight") + suffix,
+        found=found,
+        need=f"{need}, as qweight [{shapes.rows}, {shapes.n}] of {bits}-bit codes has",
+        do=f"get the checkpoint again{do}",
+    )
+
+
 def _either(values: Sequence[int]) -> str:
     return " or ".join(map(str, values))
 
@@ -87,6 +117,13 @@ def _no_width(shapes: Shapes, label: Label, file: str, tensor: str) -> Unsupport
             found=f"{rows} rows of words, g_idx of {k}",
             need="k * bits divisible by 32",
         )
+    if k is not None and shapes.zero_words is not None:
+        for bits in label.bits:
+            if replace(shapes, k=None).fit(bits):
+                return _one_wrong(shapes, bits, "g_idx", [k], [rows * 32 // bits], file, tensor)
+            if replace(shapes, zero_words=None).fit(bits):
+                zeros = [shapes.groups, shapes.zero_words], [shapes.groups, width(n, bits)]
+                return _one_wrong(shapes, bits, "qzeros", *zeros, file, tensor)
     found = [f"qweight [{rows}, {n}]"]
     found += [] if k is None else [f"g_idx [{k}]"]
     found += [] if shapes.zero_words is None else [f"qzeros [{shapes.groups}, {shapes.zero_words}]"]

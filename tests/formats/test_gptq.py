@@ -642,10 +642,34 @@ BAD = {
         CorruptError, r"qzeros: shapes disagree; found \[3, 8\]", spoil=lambda c: reshape(c, "qzeros", (3, 8))
     ),
     "qzeros of other columns": Bad(
-        CorruptError, r"shapes disagree; found .*qzeros \[4, 9\]", spoil=lambda c: reshape(c, "qzeros", (4, 9))
+        CorruptError,
+        r"layer\.qzeros: shapes disagree; found \[4, 9\]; need \[4, 8\], as qweight \[16, 64\] of 4-bit codes has; get",
+        spoil=lambda c: reshape(c, "qzeros", (4, 9)),
     ),
     "g_idx of another length": Bad(
-        CorruptError, r"shapes disagree; found .*g_idx \[120\]", spoil=lambda c: reshape(c, "g_idx", (120,))
+        CorruptError,
+        r"layer\.g_idx: shapes disagree; found \[120\]; need \[128\], as qweight \[16, 64\] of 4-bit codes has; get",
+        spoil=lambda c: reshape(c, "g_idx", (120,)),
+    ),
+    "g_idx and qzeros of other lengths": Bad(
+        CorruptError,
+        r"layer\.qweight: shapes disagree; found qweight \[16, 64\], g_idx \[120\], qzeros \[4, 9\]",
+        spoil=lambda c: (reshape(c, "g_idx", (120,)), reshape(c, "qzeros", (4, 9))),
+    ),
+    "g_idx of twice the length": Bad(
+        CorruptError,
+        r"layer\.g_idx: shapes disagree; found \[256\]; need \[128\], as qweight \[16, 64\] of 4-bit codes has; "
+        "get the checkpoint again; --bits 2 if g_idx is right",
+        spoil=lambda c: (reshape(c, "g_idx", (256,)), drop(c, "qzeros")),
+    ),
+    "g_idx of half the length, with a switch": Bad(
+        CorruptError,
+        r"layer\.g_idx: shapes disagree; found \[64\]; need \[128\]",
+        spoil=lambda c: (reshape(c, "g_idx", (64,)), drop(c, "qzeros")),
+        options=Options(bits=4),
+    ),
+    "bits contradict without qzeros": Bad(
+        UnsupportedError, "need bits 2 as the label", spoil=lambda c: drop(c, "qzeros"), label={"bits": 2}
     ),
     "k not whole words": Bad(CorruptError, "do not fill whole words", spoil=lambda c: reshape(c, "g_idx", (126,))),
     "bias of another length": Bad(
