@@ -11,7 +11,9 @@ def threads(workers: int) -> int:
     """``--workers``: 0 is one for every core this process may use. Raises UsageError for fewer."""
     if workers < 0:
         raise UsageError("no worker, no work", found=f"workers {workers}", need="0 (one a core) or more")
-    return workers or len(os.sched_getaffinity(0))
+    if not workers and hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return workers or os.cpu_count() or 1
 
 
 def window(workers: int) -> int:

@@ -10,7 +10,6 @@ out of memory. Where a file system knows no such thing, the same bytes go throug
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ class Output:
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._fill, self._sent = path, 0, 0
         self._hash = xxhash.xxh3_64()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
         self._direct = DIRECT if size >= LONG else 0
         with writing(path):
             try:
@@ -117,11 +116,13 @@ class Output:
         self._sent += size
         if not self._direct:
             # Advice that begins to write dirty pages back and does not wait: fsync at the end finds little to do.
-            with suppress(OSError):
+            with suppress(OSError, AttributeError):  # not every system takes advice
                 os.posix_fadvise(self._file, self._sent - size, size, os.POSIX_FADV_DONTNEED)
 
     def _cached(self) -> None:
         if self._direct:
+            import fcntl  # which is where O_DIRECT is
+
             fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~self._direct)
             self._direct = 0
 

@@ -133,7 +133,7 @@ class Tensor:
 
     def expect(self) -> None:
         """Tell the system that all of it is about to be read; reading begins, nobody waits."""
-        with suppress(OSError), open(self.file, "rb") as f:
+        with suppress(OSError, AttributeError), open(self.file, "rb") as f:  # not every system takes advice
             os.posix_fadvise(f.fileno(), self.offset, self.nbytes, os.POSIX_FADV_WILLNEED)
 
     def release(self) -> None:
@@ -143,7 +143,7 @@ class Tensor:
         mapped = _mapped(self.file, self.state)
         first = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (self.offset + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-        if length > 0:
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
             mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 

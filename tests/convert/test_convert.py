@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from warptile.convert import convert, modules, unpack, verify
-from warptile.formats import sources, stream
+from warptile.formats import output, sources, stream
 from warptile.formats.artifact import open_artifact
 from warptile.formats.canonical import dequantize
 from warptile.formats.errors import UnsupportedError, UsageError, WarptileError
@@ -156,6 +157,15 @@ def test_output_depends_on_nothing_but_the_source(make_directory):
         for workers in (1, 3)
     ]
     assert made[0] == made[1]
+
+
+def test_a_system_without_advice_and_affinity_converts_as_well(make_directory, monkeypatch):
+    """As on macOS."""
+    src = make_directory()
+    for name in ("posix_fadvise", "sched_getaffinity", "O_DIRECT"):
+        monkeypatch.delattr(os, name)
+    monkeypatch.setattr(output, "DIRECT", 0)
+    verify(convert(src, to="marlin").dst, src)
 
 
 def test_a_module_the_layout_refuses_passes_through_with_its_reason(make_directory, module_tensors, plain_tensors):
