@@ -52,10 +52,10 @@ def plain(array: Array) -> Array:
 
 
 def contiguous(matrix: Array) -> Array:
-    """uint8 [a, b] in C order; a transposed view is copied by blocks."""
+    """uint8 [a, b] in C order; the transpose of rows that are contiguous is copied by blocks."""
     fast = loops(matrix.size)
     (a, b), turned = matrix.shape, matrix.T
-    if fast is None or matrix.flags.c_contiguous or not turned.flags.c_contiguous or a % 8 or b % 8:
+    if fast is None or matrix.flags.c_contiguous or turned.strides[-1] != 1 or a % 8 or b % 8:
         return np.ascontiguousarray(matrix)
     out = np.empty((a, b), np.uint8)
     fast.transpose(plain(turned), out)

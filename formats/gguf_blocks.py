@@ -232,7 +232,7 @@ def _get(wanted: Sequence[Wanted], blocks: Array) -> list[Array]:
                     continue
                 cells = values.reshape(-1).view(np.uint32).reshape(len(values), 1, in_row // together, 1, -1)
                 table = extraction(fields(runs, count, nbytes), values.itemsize, together)
-                move(fast, table, rows[run], ORIGIN, (in_row * nbytes, 0, together * nbytes), cells)
+                move(fast, table, rows[run], ORIGIN, (rows.strides[0], 0, together * rows.strides[1]), cells)
         return out
     for (runs, _, dtype), values in zip(wanted, out, strict=True):
         values[...] = 0

@@ -133,8 +133,9 @@ def pack_codes(kind: Kind, codes: Array, out: Array) -> None:
 
 
 def move_codes(fast: ModuleType, kind: Kind, flip: int, fields: Fields, rows: Array, out: Array) -> None:
-    """``pack_codes`` of the codes, XORed with ``flip``, of rows of blocks uint8 [N, bytes]."""
-    length, at = rows.shape[1], 0
+    """``pack_codes`` of the codes, XORed with ``flip``, of rows of blocks uint8 [N, bytes], each contiguous."""
+    assert rows.strides[1] == 1, rows.strides
+    length, at = rows.strides[0], 0
     steps = STRIPS * ROWS * length, ROWS * length, DEPTH // fields.size * fields.nbytes
     for plane in kind.codes:
         words = out[..., at : at + plane.nbytes].view(np.uint32)[..., None, :]
