@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tiny import TINY
 from warptile.formats import bits, sources
+from warptile.formats.container import Checkpoint, open_checkpoint
 from warptile.formats.stream import Stream, whole
 from warptile.kernels import layouts
 
 Codes = np.ndarray
+FILES = [name for name, t in TINY.items() if t.source not in ("gguf", "matmulnbits") and name != "fp8 nan"]
 
 
 def check_parts(stream: Stream, codes: Codes) -> None:
@@ -36,3 +41,23 @@ def test_a_slab_is_a_part_of_the_whole(name: str, large: int, monkeypatch: pytes
     check_parts(reader.stream(checkpoint, module), codes)
     for layout, tensors, spec in packed:
         check_parts(layout.view(tensors, spec), codes)
+
+
+@pytest.mark.parametrize("large", [1, 1 << 40], ids=["compiled", "numpy"])
+@pytest.mark.parametrize("name", FILES)
+def test_tensors_begin_anywhere_in_a_file(
+    name: str, large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TINY[name]
+    want = whole(_stream(tiny.checkpoint(), tiny.source)).codes
+    monkeypatch.setattr(bits, "LARGE", large)
+    odd = replace(tiny, tensors={"0": ("U8", (1,), b"\0"), **tiny.tensors})
+    checkpoint = open_checkpoint(odd.save(tmp_path / "model"))
+    assert any(tensor.offset % 2 for tensor in checkpoint.tensors.values())
+    np.testing.assert_array_equal(whole(_stream(checkpoint, tiny.source)).codes, want)
+
+
+def _stream(checkpoint: Checkpoint, source: str) -> Stream:
+    (module,) = sources()[source].modules(checkpoint)
+    stream: Stream = sources()[source].stream(checkpoint, module)
+    return stream
