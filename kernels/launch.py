@@ -30,6 +30,12 @@ class Device:
         return self.arch >= 90
 
 
+def most_shared(arch: int) -> int:
+    """Bytes of shared memory that plans made ahead may count on: all a block has on sm_75, where that decides which
+    kernels there are; elsewhere any device may have more than another."""
+    return 65536 if arch < 80 else 1 << 20
+
+
 @dataclass(frozen=True)
 class Part:
     """Outputs ``first`` to ``first + n - 1`` of a module."""

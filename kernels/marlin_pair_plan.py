@@ -13,7 +13,7 @@ from . import marlin_scales as scales
 from .launch import Device, Part, Plan
 from .marlin_decode_plan import Decode, choose_decode, decode, refuse_decode
 from .marlin_launch import rows_read, with_rows
-from .marlin_plan import check_supported
+from .marlin_plan import STATIC, check_supported
 
 ALIKE = ("k", "n_padded", "k_padded", "element", "group", "scale", "scale_block", "zero", "experts")
 TILE = 64
@@ -58,4 +58,8 @@ def plan_pair(
         return Plan((), "no rows")
     alone = choose_decode(gate.spec, device)
     chosen = variant or replace(alone, columns=min(alone.columns, -(-gate.n // TILE)))
-    return with_rows(decode(gate, rows, device, x_dtype, before, chosen, up), gate.spec, m, x_dtype)
+    made = decode(gate, rows, device, x_dtype, before, chosen, up)
+    if (shared := made.stages[-1].shared + STATIC) > device.shared:
+        found = f"needs {shared} bytes of shared memory, a block has {device.shared}"
+        raise UnsupportedError("no single launch", need="two products", found=found)
+    return with_rows(made, gate.spec, m, x_dtype)

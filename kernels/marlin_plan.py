@@ -10,7 +10,8 @@ Large matrices of 4-bit integers in groups of 16 take wgmma at any m, and batch-
 one order.
 
 All read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes) ``gather`` goes
-before them. float32 rows become ``pairs`` of f16 rows, which the first two kernels multiply and add.
+before them. float32 rows become ``pairs`` of f16 rows, which the first two kernels multiply and add. On sm_75 these two
+multiply f16 with the instructions it has (turing.cuh).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..formats.canonical import ELEMENTS
 from ..formats.errors import UnsupportedError
 from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
-from .launch import Device, Part, Plan, Stage, fastest
+from .launch import Device, Part, Plan, Stage, fastest, most_shared
 from .marlin_decode_plan import Decode, choose_decode, decode, decode_run, refuse_decode
 from .marlin_launch import args_of, gather_of, rows_read, run_of, variant_of, with_rows
 from .wgmma_plan import NVRTC, Wgmma
@@ -33,7 +34,7 @@ Spec = Mapping[str, Any]
 
 X_DTYPES = ("f16", "bf16", "f32")
 
-CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_75")
 
 K_LIMIT = 2**21
 """Keeps the kernels' products of a block's number and of steps along k in 32 bits."""
@@ -196,10 +197,20 @@ def _tiled(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | 
     )
 
 
+def refuse_device(arch: int, x_dtype: str) -> str | None:
+    """None if kernels multiply ``x_dtype`` on an architecture, else what they need."""
+    if arch < 75:
+        return "sm_75 or newer"
+    return "sm_80 or newer for bf16, which has no instructions before" if arch < 80 and x_dtype == "bf16" else None
+
+
 def check_supported(spec: Spec, device: Device, x_dtype: str) -> None:
-    if device.arch < 80:
+    if (reason := refuse_device(device.arch, x_dtype)) is not None:
         raise UnsupportedError(
-            "no Marlin kernel for this GPU", found=f"sm_{device.arch}", need="sm_80 or newer", do="dequantize instead"
+            "no Marlin kernel for this GPU",
+            found=f"sm_{device.arch}, {x_dtype} activations",
+            need=reason,
+            do="dequantize instead",
         )
     known = scales.SCALES.get(spec["element"], ())
     if x_dtype not in X_DTYPES or spec["scale"] not in known:
@@ -261,7 +272,7 @@ def plan(
 
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
-    device = Device(arch, sms=1, shared=1 << 20)
+    device = Device(arch, sms=1, shared=most_shared(arch))
     hopper_device = Device(90, sms=1, shared=HOPPER_SHARED, nvrtc=NVRTC)
     yield from ((kernel, (ordered,), f"sm_{arch}") for kernel in ("gather", "pairs") for ordered in (0, 1))
     seen = set()
@@ -269,6 +280,7 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
         (spec, x_dtype)
         for element, group in product(elements or scales.STORED, (-1, 16, 32, 64, 128))
         for spec, x_dtype in product(scales.kinds(element, group), X_DTYPES)
+        if refuse_device(arch, x_dtype) is None
     )
     for spec, x_dtype in every:
         fitting = [t for t in TILES if refuse_tile(spec, device, x_dtype, t) is None]
@@ -297,7 +309,7 @@ def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         return
     numbers: dict[tuple[object, ...], int] = {}
     rows, pairs = [], []
-    for kernel, variant, made_for in variants(90):
+    for kernel, variant, made_for in variants(75 if target == "sm_75" else 90):
         if (made_for == "sm_90a") == (target == "sm_90a"):
             rows.append((kernel, variant))
             meet = ((kernel, i, variant[i], j, variant[j]) for j in range(len(variant)) for i in range(j + 1))

@@ -1,4 +1,5 @@
-// Every inline PTX instruction of the mma.sync kernels, one function each; nothing here knows a format or a layout.
+// Every inline PTX instruction of the mma.sync kernels, one function each; nothing here knows a format or a layout. What
+// sm_75 lacks of them is in turing.cuh.
 // No CUDA header is needed: 16-bit numbers travel as bits, in u16 or in pairs in u32 (element 0 in the low half).
 #pragma once
 #include "elements.h"
@@ -94,22 +95,44 @@ DEVICE u16 from_float(float f) {
   if constexpr (T == Dtype::f16)
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));
   else
+#if __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));
+#else
+    bits = f != f ? u16(0x7FFF) : u16(__float_as_uint(f) + 0x7FFFu + (__float_as_uint(f) >> 16 & 1) >> 16);
+#endif
   return bits;
 }
 // Two numbers rounded to a pair, the first in the low half.
 template <Dtype T>
 DEVICE u32 pack(float low, float high) {
+#if __CUDA_ARCH__ >= 800
   u32 pair;
   if constexpr (T == Dtype::f16)
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   else
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
+#else
+  return from_float<T>(low) | u32(from_float<T>(high)) << 16;
+#endif
 }
 
 // ---- tensor cores ----
 
+#if __CUDA_ARCH__ < 800
+// d[16, 8] += a[16, 8] b[8, 8] of f16. Lane 4g + t holds a0 (row g, k 2t 2t+1), a1 (row g+8), b (k 2t 2t+1, column g).
+DEVICE void mma_k8(float (&d)[4], u32 a0, u32 a1, u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(b));
+}
+// d[8, 8] += a[8, 16] b[16, 8] of s8, lanes as in turing.cuh.
+DEVICE void mma_s8_m8(int& d0, int& d1, u32 a, u32 b) {
+  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+               : "+r"(d0), "+r"(d1)
+               : "r"(a), "r"(b));
+}
+#else
 // d[16, 8] += a[16, 16] b[16, 8]. Lane 4g + t holds a0 (row g, k 2t 2t+1), a1 (row g+8), a2 (row g, k + 8), a3 (g+8, k + 8);
 // b0 (k 2t 2t+1, column g), b1 (k + 8); d0 d1 (row g, columns 2t 2t+1), d2 d3 (row g+8).
 template <Dtype T>
@@ -125,6 +148,7 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+#endif
 
 // Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
 DEVICE void ldmatrix4(u32 (&d)[4], u32 address) {
@@ -139,6 +163,11 @@ DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p
 
 // 4, 8 or 16 bytes into WORDS registers, which keep what they had where they are not wanted: a predicate, not a branch.
 // ONCE: bytes that nobody in the block reads again go past L1.
+#if __CUDA_ARCH__ >= 800
+#define L2_AHEAD ".L2::256B"
+#else
+#define L2_AHEAD ""
+#endif
 template <bool ONCE, int WORDS>
 DEVICE void load_if(u32* to, const void* from, bool wanted) {
   static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4);
@@ -148,18 +177,18 @@ DEVICE void load_if(u32* to, const void* from, bool wanted) {
                  : "l"(from), "r"(u32(wanted)));
   else if constexpr (WORDS == 2)
     asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global.nc.L2::256B.v2.u32 {%0, %1}, [%2];}"
+        "{.reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global.nc" L2_AHEAD ".v2.u32 {%0, %1}, [%2];}"
         : "+r"(to[0]), "+r"(to[1])
         : "l"(from), "r"(u32(wanted)));
   else if constexpr (ONCE)
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, %5, 0;"
-        "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        "@p ld.global.nc.L1::no_allocate" L2_AHEAD ".v4.u32 {%0, %1, %2, %3}, [%4];}"
         : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
         : "l"(from), "r"(u32(wanted)));
   else
     asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        "{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc" L2_AHEAD ".v4.u32 {%0, %1, %2, %3}, [%4];}"
         : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
         : "l"(from), "r"(u32(wanted)));
 }
@@ -173,6 +202,13 @@ DEVICE u32 load_or_zero(const u32* from, bool wanted) {
   return v;
 }
 
+#if __CUDA_ARCH__ < 800
+DEVICE void store_shared16(u32 to, const u32 (&v)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+DEVICE void store_shared4(u32 to, u32 v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+#include "turing.cuh"
+#else
 // 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero.
 DEVICE void copy16(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -182,6 +218,7 @@ template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+#endif
 
 // ---- overlapping with the kernels before and after (Stage.overlap) ----
 

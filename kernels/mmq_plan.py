@@ -7,7 +7,8 @@
 | 33 and more, on Hopper; any with x exact | mmq_wgmma (mmq_hopper_plan) | 256 features x 64 or 128 tokens, x as it is |
 
 The others multiply x in 8 bits (``quantize``), which is the first stage: int8 with the integers of a strip, e4m3 with
-fp8.
+fp8. On sm_75 the first two multiply integers with the instructions it has (turing.cuh), and y may be bf16 too: rounding
+to it is arithmetic.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ..formats.errors import UnsupportedError
 from . import mmq_hopper_plan as hopper
 from . import quantize
 from .factors import NEVER, bias_type, refuse_parts, starts
-from .launch import Device, Plan, Stage, fastest
-from .mmq_strips import DEPTH, KINDS, ROWS
+from .launch import Device, Plan, Stage, fastest, most_shared
+from .mmq_strips import DEPTH, FIFTH, KINDS, ROWS
 from .wgmma_plan import Wgmma
 
 Spec = Mapping[str, Any]
@@ -37,7 +38,7 @@ X_DTYPES = ("f16", "bf16", "f32")
 GRIDS = ("f16", "bf16", "f32", "e8m0")
 """Types of scales beside strips that kernels read."""
 
-CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_75")
 
 WARPS = 16
 """Warps of 128 registers that an SM holds."""
@@ -89,7 +90,8 @@ class Tiled:
         return self.stages * stage
 
     def __str__(self) -> str:
-        return f"tile {FEATURES} x {self.tokens}, {self.stages} stages{', last wave cut' if self.cut else ''}"
+        ring = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
+        return f"tile {FEATURES} x {self.tokens}, {ring}{', last wave cut' if self.cut else ''}"
 
 
 # us of a step of 256 k, measured on an H200 with q4_0. Only ratios matter.
@@ -100,10 +102,17 @@ STEP_COST = {
     Tiled(4, 2, 2, 1): 1.85,
     Tiled(8, 2, 2, 1): 3.8,
 }
+ONE_STAGE_COST = {replace(t, stages=1): cost for t, cost in STEP_COST.items() if t.stages == 2}
+"""On sm_75, where copies do not run beside the products: a ring would only take shared memory. Not measured there."""
 START, CUT = 5.0, 4.0
 """us of a launch and its first loads, and of adding the parts of cut tiles."""
 
-TILES = tuple(STEP_COST)
+TILES, ONE_STAGE_TILES = tuple(STEP_COST), tuple(ONE_STAGE_COST)
+
+
+def tiles(arch: int) -> tuple[Tiled, ...]:
+    """What an architecture is offered."""
+    return TILES if arch >= 80 else ONE_STAGE_TILES
 
 
 def _in_8_bits(spec: Spec) -> str:
@@ -149,17 +158,17 @@ def _extent(spec: Spec) -> tuple[int, int]:
 def choose_decode(spec: Spec, device: Device) -> Decode:
     """The division in which the busiest SM has the fewest strips; adding splits costs as long as 30 of them."""
     rows, steps = _extent(spec)
+    held = min(WARPS, (device.shared - STATIC) // (TOKENS + 512))
     best: tuple[float, Decode] | None = None
     for splits in range(1, min(steps, 8) + 1):
         per = -(-steps // splits)
-        warps = min(-(-per // -(-per // WARPS)), steps // splits)
-        resident = WARPS // warps
+        warps = min(-(-per // -(-per // held)), steps // splits)
+        fitting = (device.shared + RESERVED) // (warps * (TOKENS + 512) + STATIC + RESERVED)
+        resident = min(WARPS // warps, fitting)
         columns = min(rows, max(1, device.sms * resident // splits))
         room = (device.shared + RESERVED) // resident - RESERVED - STATIC
         most = -(-rows // columns)
         chunk = min(most, (room // warps - TOKENS) // 512)
-        if chunk < 1:
-            continue
         busiest = -(-columns * splits // device.sms) * most * -(-per // warps) * warps
         # Fewer warps have fewer strips in flight.
         time = busiest * max(1.0, 12 / (warps * resident)) + (30 if splits > 1 else 0)
@@ -194,6 +203,8 @@ def refuse_tile(spec: Spec, device: Device, t: Tiled) -> str | None:
     """None if the tile runs this module on this device, else why not."""
     if not KINDS[spec["kind"]].scales and t.blocks * t.strips > 8:
         return "sums of 128 k beside the whole ones take too many registers"
+    if device.arch < 80 and t.blocks * t.strips > 8 and FIFTH in KINDS[spec["kind"]].codes:
+        return "fifth bits and four instructions for one take too many registers"
     shared = t.shared(spec["kind"]) + STATIC
     return f"needs {shared} bytes of shared memory, a block has {device.shared}" if shared > device.shared else None
 
@@ -214,7 +225,8 @@ def _estimate(spec: Spec, m: int, device: Device, t: Tiled) -> float:
     rows, columns, steps = _work(spec, m, t)
     tiles, blocks = rows * columns, _blocks(spec, device, t)
     waves = tiles / blocks if t.cut else -(-tiles // blocks)
-    return START + waves * steps * STEP_COST[replace(t, cut=False)] + (CUT if t.cut else 0)
+    cost = STEP_COST if device.arch >= 80 else ONE_STAGE_COST
+    return START + waves * steps * cost[replace(t, cut=False)] + (CUT if t.cut else 0)
 
 
 def choose_tile(
@@ -223,7 +235,7 @@ def choose_tile(
     """The tile of the least estimated time, and why not each other one."""
     times: dict[Tiled, float] = {}
     refused: dict[str, str] = {}
-    for tile in TILES:
+    for tile in tiles(device.arch):
         for t in (tile, replace(tile, cut=True)):
             if why := refuse_tile(spec, device, t):
                 refused[str(t)] = why
@@ -261,7 +273,7 @@ def _tiled(spec: Spec, m: int, device: Device, x_dtype: str, t: Tiled) -> Plan:
 
 
 def _supported(spec: Spec, device: Device, x_dtype: str, kind: str) -> None:
-    need = "sm_89" if kind == "e4m3" else "sm_80"
+    need = "sm_89" if kind == "e4m3" else "sm_75"
     if device.arch < int(need[3:]):
         found = f"sm_{device.arch}"
         raise UnsupportedError(
@@ -364,11 +376,11 @@ def _kinds(elements: Sequence[str] | None) -> Iterator[dict[str, Any]]:
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
     yield from quantize.variants(arch)
-    device = Device(arch, sms=1, shared=1 << 20)
+    device = Device(arch, sms=1, shared=most_shared(arch))
     for spec, x_dtype in product(_kinds(elements), X_DTYPES):
         if KINDS[spec["kind"]].scales or arch >= 89:
             yield "mmq_decode", _variant(spec, x_dtype), f"sm_{arch}"
-            for t in (t for t in TILES if refuse_tile(spec, device, t) is None):
+            for t in (t for t in tiles(arch) if refuse_tile(spec, device, t) is None):
                 shape = t.blocks, t.strips, t.stages, t.resident
                 yield "mmq_tiled", _variant(spec, x_dtype, *shape), f"sm_{arch}"
     if arch == 90:
@@ -376,8 +388,8 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
 
 
 def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What CI compiles for a target: every kind of strip in one of the kernels, in the other for the next target; all
-    else takes turns."""
+    """What CI compiles for a target: every kind of strip in one of the kernels, in the other for the next target, in
+    both for sm_75, whose instructions are others; all else takes turns."""
     if target == "sm_90a":
         yield from hopper.covering()
     if target not in CHECKED:
@@ -385,7 +397,8 @@ def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from ((kernel, variant) for kernel, variant, _ in quantize.variants(80))
     turn = CHECKED.index(target)
     rows = [row[:2] for row in variants(int(target[3:])) if row[0].startswith("mmq") and row[2] == target]
+    both = ("mmq_decode", "mmq_tiled")
     for i in range(len(KINDS)):
-        kernel = ("mmq_decode", "mmq_tiled")[(i + turn) % 2]
-        mine = [row for row in rows if row[0] == kernel and row[1][0] == i]
-        yield from mine[(3 * i + 7 * turn) % len(mine) :][:1] if mine else ()
+        for kernel in both if target == "sm_75" else (both[(i + turn) % 2],):
+            mine = [row for row in rows if row[0] == kernel and row[1][0] == i]
+            yield from mine[(3 * i + 7 * turn) % len(mine) :][:1] if mine else ()

@@ -5,7 +5,8 @@
 //
 // Strips, codes of x and their factors go through a ring of shared memory, 256 k a stage: the strips of a stage are one
 // run of bytes; a row of x is 256 bytes, 16-byte chunk c of row r at chunk c ^ (r % 8); factors are turned to rows of
-// tokens. Sums of one scale are integers, exactly; the rest is fp32.
+// tokens. A ring of one stage, for copies that do not run by themselves, is filled while nobody reads it. Sums of one
+// scale are integers, exactly; the rest is fp32.
 #include "strips.cuh"
 #include "streams.cuh"
 
@@ -102,10 +103,18 @@ __global__ void __launch_bounds__(THREADS, V.resident)
 
     float total[JB][NB][4] = {};
     for (int step = part.first, ring = 0; step < part.last; step++, ring = ring + 1 == V.stages ? 0 : ring + 1) {
-      copy_wait<V.stages - 2>();
-      __syncthreads();
-      if (step + V.stages - 1 < part.last) copy(step + V.stages - 1, ring ? ring - 1 : V.stages - 1);
-      copy_commit();
+      if constexpr (V.stages == 1) {
+        __syncthreads();
+        copy(step, 0);
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
+      } else {
+        copy_wait<V.stages - 2>();
+        __syncthreads();
+        if (step + V.stages - 1 < part.last) copy(step + V.stages - 1, ring ? ring - 1 : V.stages - 1);
+        copy_commit();
+      }
 
       const u8* stage = shared + ring * S::STAGE;
       const u32 x = shared_address(stage) + (mw * 8 * NB + lane / 16 * 8 + lane % 8) * DEPTH;

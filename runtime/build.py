@@ -36,7 +36,7 @@ COMPILER = "nvrtc.json"
 """Beside cubins built ahead: [major, minor] of the oldest compiler that built any of them."""
 WGMMA_NVRTC = (13, 3)
 """Older ones may overwrite the A registers of a wgmma that still runs: wrong results without a word."""
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser("python -m warptile.runtime.build", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, help="where to put cubins built ahead")
-    parser.add_argument("--arch", type=int, help="compute capability x 10: 80, 90, ...")
+    parser.add_argument("--arch", type=int, help="compute capability x 10: 75, 80, 90, ...")
     parser.add_argument("--element", action="append", help="only kernels for these elements")
     parser.add_argument("--check", action="store_true", help="compile a covering set and fail on spills")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

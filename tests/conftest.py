@@ -22,7 +22,7 @@ def _no_gpu() -> str | None:
     from cupy.cuda import Device
 
     capability = int(Device(0).compute_capability)
-    return None if capability >= 80 else f"the GPU is sm_{capability}; need sm_80 or newer"
+    return None if capability >= 75 else f"the GPU is sm_{capability}; need sm_75 or newer"
 
 
 @pytest.fixture

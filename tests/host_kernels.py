@@ -37,12 +37,13 @@ def library(stage: Stage, folder: Path) -> tuple[ctypes.CDLL, list[str]]:
     text = (folder / f"{stage.kernel}.cu").read_text()
     (found,) = re.findall(rf"__global__[^;]*?\b{stage.kernel}\(([^)]*)\)\s*{{", text)
     types = [re.sub(r"__restrict__|\w+$", "", p.strip()) for p in found.split(",")]
-    path = folder / f"{stage.kernel}_{'_'.join(map(str, stage.variant))}.so"
+    path = folder / f"{stage.kernel}_{'_'.join(map(str, stage.variant))}_{stage.target}.so"
     if path.exists():
         return ctypes.CDLL(str(path)), types
     values = ", ".join(f"*static_cast<{t}*>(arguments[{i}])" for i, t in enumerate(types))
     variant = ", ".join(map(str, stage.variant))
     path.with_suffix(".cpp").write_text(
+        f"#define __CUDA_ARCH__ {stage.target[3:].rstrip('a')}0\n"
         f'#include "mma.cuh"\n#include "{stage.kernel}.cu"\nstatic void** arguments;\n'
         f'extern "C" void run(void** given, const u8** tensors, int count, int columns, int rows, int threads) {{\n'
         "  arguments = given, readable.clear();\n"

@@ -10,6 +10,7 @@ from warptile.kernels.launch import At, Device
 H200 = Device(arch=90, sms=132, shared=232448)
 RTX_3090 = Device(arch=86, sms=82, shared=101376)
 A100 = Device(arch=80, sms=108, shared=166912)
+T4 = Device(arch=75, sms=40, shared=65536)
 RTX_4090 = Device(arch=89, sms=128, shared=101376)
 
 

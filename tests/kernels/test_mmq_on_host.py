@@ -15,10 +15,12 @@ from warptile.kernels import mmq
 from warptile.kernels.epilogue import ROUNDINGS, finish
 from warptile.kernels.launch import Device
 from warptile.kernels.mmq_plan import Decode, Tiled, plan
+from warptile.kernels.mmq_strips import KINDS
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 DEVICE = Device(arch=90, sms=3, shared=232448)
+TURING = replace(DEVICE, arch=75, shared=65536)
 TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
@@ -35,11 +37,12 @@ def multiplied(
     expert: int,
     residual: np.ndarray | None = None,
     each: int = 0,
+    device: Device = DEVICE,
 ) -> np.ndarray:
     tensors, spec = mmq.pack(q)
     (m, k), flat, wanted = x.shape, mmq.expected({**spec, "experts": None}), mmq.expected(spec)
     numerics = "e4m3" if spec["kind"] == "fp8" else "int8"
-    made = plan(spec, m, DEVICE, TYPES[x.dtype.name], variant=variant, numerics=numerics)
+    made = plan(spec, m, device, TYPES[x.dtype.name], variant=variant, numerics=numerics)
     memory = {suffix: aligned(tensor) for suffix, tensor in tensors.items()}
     memory |= {"x": aligned(x), "y": aligned(np.full((m, spec["n"]), np.nan, x.dtype))}
     memory |= {
@@ -126,3 +129,43 @@ def test_rows_have_the_same_bits_in_every_whole_tile(folder: Path) -> None:
     q, x = random_strips("q4_k", 140, 600), random_rows(20, 600, "float16")
     wide = multiplied(q, x, Tiled(4, 2, 2, 1), folder, 0)
     np.testing.assert_array_equal(multiplied(q, x[:3], Tiled(2, 1, 2, 2), folder, 0), wide[:3])
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q6_k", "nvfp4", "q4_1", "q5_k"])
+def test_instructions_of_sm_75_make_the_products_of_newer_ones(kind: str, folder: Path) -> None:
+    """Integer sums and what is made of them to the bit; minima take another road there, whose last bits differ."""
+    q, x = random_strips(kind, 100, 800, bias="f32"), random_rows(20, 800, "float32")
+    for m, variant in ((5, Decode(warps=2, splits=2, columns=2, chunk=1)), (20, Tiled(2, 1, 1, 2))):
+        old, new = (multiplied(q, x[:m], variant, folder, 0, device=device) for device in (TURING, DEVICE))
+        assert_is_in_8_bits(old, q, x[:m])
+        if KINDS[kind].minima:
+            np.testing.assert_allclose(old, new, rtol=0, atol=2e-6 * np.abs(new).max())
+        else:
+            np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "dtype", "more"),
+    [
+        ("q4_0", 1, "float16", {}),
+        ("q4_k", 3, "bfloat16", {"experts": 3, "bias": "f16"}),
+        ("q8_0", 40, "bfloat16", {}),
+        ("nvfp4", 70, "float16", {"shards": (60, 80), "whole": True}),
+    ],
+    ids=str,
+)
+def test_plans_for_sm_75_multiply(kind: str, m: int, dtype: str, more: dict[str, Any], folder: Path) -> None:
+    q, x = random_strips(kind, 140, 1100, **more), random_rows(m, 1100, dtype)
+    expert = 2 if "experts" in more else None
+    assert_is_in_8_bits(multiplied(q, x, None, folder, expert or 0, device=TURING), q, x, expert)
+
+
+def test_sums_of_x_of_any_size_meet_minima_on_sm_75(folder: Path) -> None:
+    """f16 holds them only after their own power of two; a token that is no number spoils no other."""
+    q, x = random_strips("q4_k", 40, 600), random_rows(6, 600, "float32")
+    x *= np.array([[1e30], [1e-30], [0], [1], [1e-3], [np.nan]], np.float32)
+    old, new = (multiplied(q, x, None, folder, 0, device=device) for device in (TURING, DEVICE))
+    assert np.isnan(old[5]).all()
+    assert (old[2] == 0).all()
+    for row in (0, 1, 3, 4):
+        np.testing.assert_allclose(old[row], new[row], rtol=0, atol=2e-6 * np.abs(new[row]).max())

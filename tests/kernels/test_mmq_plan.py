@@ -6,11 +6,21 @@ from itertools import product
 from typing import Any
 
 import pytest
-from launches import A100, H200, RTX_3090, RTX_4090, fields, parameters, type_of
+from launches import A100, H200, RTX_3090, RTX_4090, T4, fields, parameters, type_of
 from warptile.formats.canonical import SCALE_DTYPES
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels.launch import Device
-from warptile.kernels.mmq_plan import CHECKED, TILES, choose_decode, choose_tile, covering, numerics, plan, variants
+from warptile.kernels.mmq_plan import (
+    CHECKED,
+    ONE_STAGE_TILES,
+    TILES,
+    choose_decode,
+    choose_tile,
+    covering,
+    numerics,
+    plan,
+    variants,
+)
 from warptile.kernels.mmq_strips import KINDS
 
 LAST = 2**31 - 1
@@ -44,7 +54,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("device", [H200, RTX_4090, RTX_3090, A100], ids=lambda d: f"sm_{d.arch}")
+@pytest.mark.parametrize("device", [H200, RTX_4090, RTX_3090, A100, T4], ids=lambda d: f"sm_{d.arch}")
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 33, 64, 100, 257, 5000])
 def test_every_launch_fits_its_kernel_and_the_device(m: int, device: Device) -> None:
     ahead = set(variants(device.arch))
@@ -68,7 +78,7 @@ def test_every_launch_fits_its_kernel_and_the_device(m: int, device: Device) -> 
         assert bool(made.scratch) == bool(made.counters)
 
 
-@pytest.mark.parametrize("device", [H200, RTX_4090, RTX_3090, A100], ids=lambda d: f"sm_{d.arch}")
+@pytest.mark.parametrize("device", [H200, RTX_4090, RTX_3090, A100, T4], ids=lambda d: f"sm_{d.arch}")
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s['kind']}-{s['n']}x{s['k']}")
 def test_decode_gives_every_warp_a_step_and_every_block_a_row(spec: dict[str, Any], device: Device) -> None:
     d, steps = choose_decode(spec, device), spec["k_padded"] // 256
@@ -86,6 +96,18 @@ def test_a_plan_says_why_each_other_tile_was_not_taken(spec: dict[str, Any]) -> 
         assert made.why.partition(":")[0] not in reasons
         assert len(reasons) == 2 * len(TILES)
         assert made.stages[-1].kernel == "mmq_tiled"
+
+
+def test_sm_75_is_offered_rings_of_one_stage_and_more_warps_than_fit_are_not_asked_for() -> None:
+    for spec, m in product(SPECS[:8], (9, 64, 1000)):
+        made = plan(spec, m, T4, "f16")
+        assert len(dict(made.rejected)) == 2 * len(ONE_STAGE_TILES)
+        assert all("1 stage" in told for told, _ in made.rejected if told != "decode")
+    q8_0 = dict(plan(SPECS[3], 1000, T4, "f16").rejected)
+    assert q8_0["tile 128 x 128, 1 stage"] == "needs 71872 bytes of shared memory, a block has 65536"
+    held = {(d.warps, d.warps * (512 * d.chunk + 4608) <= 65408) for d in (choose_decode(s, T4) for s in SPECS[:8])}
+    assert all(fits and warps <= 12 for warps, fits in held)
+    assert max(warps for warps, _ in held) > 8
 
 
 def test_more_rows_take_wider_tiles() -> None:
@@ -113,7 +135,8 @@ def test_scales_beside_the_strips_and_factors_of_the_whole_are_told_apart() -> N
 @pytest.mark.parametrize(
     ("spec", "device", "x_dtype", "words"),
     [
-        (SPECS[0], Device(arch=75, sms=40, shared=65536), "f16", "found sm_75; need sm_80 or newer"),
+        (SPECS[0], Device(arch=70, sms=80, shared=98304), "f16", "found sm_70; need sm_75 or newer"),
+        (SPECS[8], T4, "f16", "e4m3 activations on this GPU; found sm_75; need sm_89 or newer"),
         (SPECS[8], A100, "f16", "e4m3 activations on this GPU; found sm_80; need sm_89 or newer"),
         (SPECS[0], H200, "e4m3", "need f16, bf16, f32 activations"),
         (spec_of("fp8", 256, 256, scale="f64"), H200, "f16", "need scales of f16 or bf16 or f32 or e8m0, not f64"),
@@ -147,7 +170,9 @@ def test_no_rows_no_launch() -> None:
 def test_ci_compiles_every_kind_for_every_architecture(target: str) -> None:
     rows = [row for row in covering(target) if row[0] != "quantize"]
     assert set(rows) <= {row[:2] for row in variants(int(target[3:]))}
-    assert len({variant[0] for _, variant in rows}) == len(rows) == len(KINDS) - (int(target[3:]) < 89)
+    kinds = len(KINDS) - (int(target[3:]) < 89)
+    assert len({variant[0] for _, variant in rows}) == kinds
+    assert len(rows) == kinds * (2 if target == "sm_75" else 1)
 
 
 def test_ci_compiles_every_kind_in_both_kernels_and_every_tile() -> None:
@@ -156,5 +181,5 @@ def test_ci_compiles_every_kind_in_both_kernels_and_every_tile() -> None:
         product(("mmq_decode", "mmq_tiled"), range(len(KINDS)))
     )
     tiles = {variant[4:] for kernel, variant in rows if kernel == "mmq_tiled"}
-    assert tiles == {(t.blocks, t.strips, t.stages, t.resident) for t in TILES}
+    assert tiles == {(t.blocks, t.strips, t.stages, t.resident) for t in (*TILES, *ONE_STAGE_TILES)}
     assert {variant[1] for _, variant in rows} == {list(SCALE_DTYPES).index(x) for x in ("f16", "bf16", "f32")}

@@ -25,6 +25,7 @@ from warptile.kernels.marlin_plan import Tiled, plan
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 DEVICE = Device(arch=90, sms=6, shared=232448)
+TURING = replace(DEVICE, arch=75, shared=65536)
 TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
@@ -41,9 +42,10 @@ def product(
     expert: int = 0,
     residual: np.ndarray | None = None,
     rounding: str = "once",
+    device: Device = DEVICE,
 ) -> np.ndarray:
     tensors, spec = marlin.pack(q)
-    made = plan(spec, len(x), DEVICE, TYPES[x.dtype.name], x.shape[1] % 8 == 0, variant)
+    made = plan(spec, len(x), device, TYPES[x.dtype.name], x.shape[1] % 8 == 0, variant)
     return carried_out(made, tensors, spec, x, folder, expert, residual, rounding)
 
 
@@ -113,6 +115,30 @@ def test_kernels_multiply_and_one_hot_rows_return_the_weights(
 
 EXACT = Case("u4b8", scale="f16", group=32, low=0.25, high=0.25, n=72, k=200)
 """Small whole numbers times a quarter: fp32 sums are exact in any order."""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("m", "variant"), [(3, None), (17, Tiled(2, 4, 2, 1, cut=True)), (40, None)], ids=str)
+def test_instructions_of_sm_75_make_the_products_of_newer_ones(
+    dtype: str, m: int, variant: Tiled | None, folder: Path
+) -> None:
+    q, x = random_quant(EXACT), np.random.default_rng(0).integers(-4, 5, (m, EXACT.k)).astype(dtype)
+    old, new = (product(q, x, variant, folder, device=device) for device in (TURING, DEVICE))
+    np.testing.assert_array_equal(old, new)
+    np.testing.assert_array_equal(old, np.float64(x) @ dequantize(q, np.float64).T)
+
+
+@pytest.mark.parametrize("device", [TURING, DEVICE], ids=lambda d: f"sm_{d.arch}")
+def test_copies_end_where_a_row_of_x_ends(device: Device, folder: Path) -> None:
+    """k is no multiple of the eight numbers of a copy, and what lies behind it is no number."""
+    q = random_quant(replace(EXACT, k=203, group=-1))
+    x = np.full((17, 208), np.nan, np.float16)
+    x[:, :203] = np.random.default_rng(0).integers(-4, 5, (17, 203))
+    tensors, spec = marlin.pack(q)
+    made = plan(spec, 17, device, "f16", True)
+    assert [stage.kernel for stage in made.stages] == ["marlin_tiled"]
+    want = np.float64(x[:, :203]) @ dequantize(q, np.float64).T
+    np.testing.assert_array_equal(carried_out(made, tensors, spec, x, folder), want)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

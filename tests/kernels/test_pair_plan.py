@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from launches import A100, H200, fields, parameters, type_of
+from launches import A100, H200, T4, fields, parameters, type_of
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.kernels.launch import At, Part, Stage
@@ -83,6 +83,13 @@ def test_parts_of_one_module_begin_where_the_layout_puts_them() -> None:
 def test_two_products_where_one_launch_would_not_do(gate: Part, up: Part, m: int, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         plan_pair(gate, up, m, MODERN, "f16")
+
+
+def test_two_products_where_shared_memory_does_not_hold_the_sums_of_both() -> None:
+    small = whole(spec_of(2048, 4096))
+    assert plan_pair(small, small, 7, T4, "f16").stages[-1].shared + 128 <= T4.shared
+    with pytest.raises(UnsupportedError, match="found needs 69760 bytes of shared memory, a block has 65536"):
+        plan_pair(small, small, 8, T4, "f16")
 
 
 def test_scales_of_every_16_k_take_wgmma_where_the_matrix_is_large() -> None:

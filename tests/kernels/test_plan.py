@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from launches import A100, H200, RTX_3090, fields, parameters, type_of
+from launches import A100, H200, RTX_3090, T4, fields, parameters, type_of
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.kernels.launch import Device, Stage
 from warptile.kernels.marlin_decode_plan import choose_decode
-from warptile.kernels.marlin_plan import TILES, Tiled, plan, variants
+from warptile.kernels.marlin_plan import TILES, Tiled, plan, refuse_device, variants
 
 LAST = 2**31 - 1
 
@@ -44,10 +44,11 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("device", [H200, RTX_3090, A100], ids=lambda d: f"sm_{d.arch}")
+@pytest.mark.parametrize("device", [H200, RTX_3090, A100, T4], ids=lambda d: f"sm_{d.arch}")
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64, 200, 1024, 70000])
 def test_every_launch_fits_its_kernel_and_the_device(m: int, device: Device) -> None:
-    for spec, x_dtype, aligned in product(SPECS, ("f16", "bf16", "f32"), (True, False)):
+    types = [x for x in ("f16", "bf16", "f32") if refuse_device(device.arch, x) is None]
+    for spec, x_dtype, aligned in product(SPECS, types, (True, False)):
         made = plan(spec, m, device, x_dtype, aligned)
         assert made.why
         assert bool(made.factors) == (x_dtype == "f32")
@@ -70,8 +71,10 @@ def test_no_rows_no_launch() -> None:
 
 
 def test_older_gpus_and_foreign_types_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="found sm_75; need sm_80 or newer"):
-        plan(SPECS[0], 1, Device(arch=75, sms=40, shared=65536), "f16")
+    with pytest.raises(UnsupportedError, match="found sm_70, f16 activations; need sm_75 or newer"):
+        plan(SPECS[0], 1, Device(arch=70, sms=80, shared=98304), "f16")
+    with pytest.raises(UnsupportedError, match="found sm_75, bf16 activations; need sm_80 or newer for bf16"):
+        plan(SPECS[0], 1, T4, "bf16")
     with pytest.raises(UnsupportedError, match="found u4b8 with f16 scales, e4m3 activations"):
         plan(SPECS[0], 1, H200, "e4m3")
 
@@ -119,6 +122,13 @@ def test_each_kind_of_scale_is_found_where_the_layout_puts_it(
         assert stage.args[3] == (pointer or "global_scale")
         at = stage.args.index("each") + 2
         assert stage.args[at : at + 4] == numbers
+
+
+def test_every_plan_for_sm_75_finds_its_kernels_among_those_built_ahead() -> None:
+    ahead = set(variants(75))
+    for spec, m, x_dtype in product(SPECS, (1, 16, 64, 1000), ("f16", "f32")):
+        for stage in plan(spec, m, T4, x_dtype).stages:
+            assert (stage.kernel, stage.variant, stage.target) in ahead
 
 
 def test_every_plan_finds_its_kernels_among_those_built_ahead() -> None:
@@ -191,7 +201,7 @@ def test_warps_of_all_splits_cover_k_once(k: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s['n']}x{s['k']}")
-@pytest.mark.parametrize("device", [H200, RTX_3090, A100], ids=lambda d: f"sm_{d.arch}")
+@pytest.mark.parametrize("device", [H200, RTX_3090, A100, T4], ids=lambda d: f"sm_{d.arch}")
 def test_decode_gives_every_block_a_tile_and_keeps_sizes_in_32_bits(spec: dict[str, int], device: Device) -> None:
     d = choose_decode(spec, device)
     assert 1 <= d.columns <= spec["n_padded"] // 64

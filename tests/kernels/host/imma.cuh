@@ -31,13 +31,22 @@ void mma_bytes(Sum (&d)[4], const u32* a, const u32* b, int depth, Value value) 
   warp_wait();
 }
 inline void mma_s8(int (&d)[4], const u32* a, u32 b0, u32 b1) {
-  const u32 b[2] = {b0, b1};
   d[0] = d[1] = d[2] = d[3] = START;
+#if __CUDA_ARCH__ < 800
+  mma_s8_of_k16(d, a, b0);
+  mma_s8_of_k16(d, a + 2, b1);
+#else
+  const u32 b[2] = {b0, b1};
   mma_bytes(d, a, b, 32, s8);
+#endif
 }
 inline void mma_s8(int (&d)[4], const u32* a, u32 b0) {
   d[0] = d[1] = d[2] = d[3] = START;
+#if __CUDA_ARCH__ < 800
+  mma_s8_of_k16(d, a, b0);
+#else
   mma_bytes(d, a, &b0, 16, s8);
+#endif
 }
 inline void mma_e4m3(float (&d)[4], const u32* a, u32 b0, u32 b1) {
   const u32 b[2] = {b0, b1};
@@ -46,6 +55,9 @@ inline void mma_e4m3(float (&d)[4], const u32* a, u32 b0, u32 b1) {
 
 inline double tf32(u32 bits) { return __uint_as_float(bits & 0xFFFFE000u); }
 inline void mma_tf32(float (&d)[4], const float (&a)[4], float b0, float b1) {
+#if __CUDA_ARCH__ < 800
+  mma_tf32_as_f16(d, a, b0, b1);
+#else
   Warp& w = warp_here();
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; i++) w.a[lane][i] = __float_as_uint(a[i]);
@@ -58,6 +70,7 @@ inline void mma_tf32(float (&d)[4], const float (&a)[4], float b0, float b1) {
     d[c] = float(sum);
   }
   warp_wait();
+#endif
 }
 
 inline u32 prmt(u32 a, u32 b, u32 select) {
@@ -66,8 +79,10 @@ inline u32 prmt(u32 a, u32 b, u32 select) {
   return d;
 }
 
+#if __CUDA_ARCH__ >= 800
 inline void copy4(u32 to, const void* from, bool wanted) {
   if (wanted) check(from, 4, 4);
   std::memset(shared + to, 0, 4);
   if (wanted) std::memcpy(shared + to, from, 4);
 }
+#endif

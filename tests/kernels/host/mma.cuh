@@ -154,24 +154,51 @@ u32 add2(u32 a, u32 b) { return fma2<T>(a, T == Dtype::f16 ? 0x3C003C00u : 0x3F8
 template <Dtype T>
 u32 mul2(u32 a, u32 b) { return fma2<T>(a, b, 0x80008000u); }
 
-// Element (row, k) of A is in lane 4 (row % 8) + k % 8 / 2, register row / 8 + 2 (k / 8); (k, column) of B likewise.
+// Sums over k of a, b: element (row, k) of A is in lane 4 (row % 8) + k % 8 / 2, register row / 8 + 2 (k / 8); (k,
+// column) of B likewise.
 template <Dtype T>
-void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+void mma_pairs(float (&d)[4], const u32* a, const u32* b, int depth) {
   Warp& w = warp_here();
   const int lane = threadIdx.x % 32;
-  std::copy(a, a + 4, w.a[lane]);
-  w.b[lane][0] = b0, w.b[lane][1] = b1;
+  std::copy(a, a + depth / 4, w.a[lane]);
+  std::copy(b, b + depth / 8, w.b[lane]);
   warp_wait();
   for (int c = 0; c < 4; c++) {
     const int row = lane / 4, half = c / 2, column = lane % 4 * 2 + c % 2;
     double sum = d[c];
-    for (int k = 0; k < 16; k++)
+    for (int k = 0; k < depth; k++)
       sum += value<T>(w.a[4 * row + k % 8 / 2][half + k / 8 * 2] >> 16 * (k % 2)) *
              value<T>(w.b[4 * column + k % 8 / 2][k / 8] >> 16 * (k % 2));
     d[c] = float(sum);
   }
   warp_wait();
 }
+#if __CUDA_ARCH__ < 800
+// The instructions of sm_75, as its data sheet has them; kernels/turing.cuh makes the others of them.
+inline void mma_k8(float (&d)[4], u32 a0, u32 a1, u32 b) {
+  const u32 a[2] = {a0, a1};
+  mma_pairs<Dtype::f16>(d, a, &b, 8);
+}
+inline void mma_s8_m8(int& d0, int& d1, u32 a, u32 b) {
+  Warp& w = warp_here();
+  const int lane = threadIdx.x % 32;
+  w.a[lane][0] = a, w.b[lane][0] = b;
+  warp_wait();
+  int* d[2] = {&d0, &d1};
+  for (int c = 0; c < 2; c++)
+    for (int k = 0; k < 16; k++) {
+      auto number = [&](u32 word) { return static_cast<signed char>(word >> 8 * (k % 4)); };
+      *d[c] += number(w.a[lane / 4 * 4 + k / 4][0]) * number(w.b[(lane % 4 * 2 + c) * 4 + k / 4][0]);
+    }
+  warp_wait();
+}
+#else
+template <Dtype T>
+void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const u32 b[2] = {b0, b1};
+  mma_pairs<T>(d, a, b, 16);
+}
+#endif
 
 inline u32 shared_address(const void* p) { return u32(static_cast<const u8*>(p) - shared); }
 inline void ldmatrix4(u32 (&d)[4], u32 address) {
@@ -190,17 +217,23 @@ void load_if(u32* to, const void* from, bool wanted) {
   std::memcpy(to, from, 4 * WORDS);
 }
 inline u32 load_or_zero(const u32* from, bool wanted) { return wanted ? __ldg(from) : 0; }
+#if __CUDA_ARCH__ < 800
+inline void store_shared16(u32 to, const u32 (&v)[4]) { std::memcpy(shared + to, v, 16); }
+inline void store_shared4(u32 to, u32 v) { std::memcpy(shared + to, &v, 4); }
+#include "turing.cuh"
+#else
 inline void copy16(u32 to, const void* from, int bytes) {
   if (bytes) check(from, bytes, 16);
   std::memset(shared + to, 0, 16);
   std::memcpy(shared + to, from, bytes);
 }
-inline void let_next_start() {}
-template <typename T>
-void wait_for_previous(T*&) {}
 inline void copy_commit() {}
 template <int PENDING>
 void copy_wait() {}
+#endif
+inline void let_next_start() {}
+template <typename T>
+void wait_for_previous(T*&) {}
 inline u32 arrive(u32* counter) { return (*counter)++; }
 
 // Blocks one after the other; `entry` calls the kernel in the current fiber.
