@@ -170,7 +170,7 @@ def _unpack(
     dst: Annotated[
         Path,
         typer.Argument(
-            metavar="DST", help="Where the source's files go: a directory, or a .safetensors or .gguf file."
+            metavar="DST", help="Where the source's files go: a directory, or a .safetensors, .gguf or .onnx file."
         ),
     ],
     overwrite: Overwrite = False,

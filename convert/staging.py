@@ -3,6 +3,7 @@
     DST.partial/.lock          held by flock while a run is alive
     DST.partial/<DST's name>   the product, file or directory
     DST.partial/<name>.<..>    companions of a product that is a file; they are published before it
+    DST.partial/.beside/..     what else belongs beside a product that is a file; published before it, never over a file
     DST.partial/.manifest      which of its shards are finished: ``manifest.py``
     DST.partial/.replaced      what stood at DST, between the two renames of an overwrite
 
@@ -16,12 +17,13 @@ import filecmp
 import glob
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..formats.container import OTHER_WEIGHTS, WEIGHTS, is_model, rebuilder
+from ..formats.container import OTHER_WEIGHTS, WEIGHTS, beside, is_model, rebuilder
 from ..formats.errors import UsageError, WarptileError
+from ..formats.output import writing
 from . import manifest
 from .manifest import sync
 
@@ -118,6 +120,43 @@ def _same(path: Path, content: bytes | Path) -> bool:
     return path.stat().st_size == len(content) and path.read_bytes() == content
 
 
+def check_beside(src: Path, dst: Path, names: Iterable[str], *, overwrite: bool) -> None:
+    """Refuse files, named relative to DST's directory, that would come to lie elsewhere, over another, or in SRC.
+
+    Raises:
+        UsageError: a link leads out of the directory, or the place is DST's, its staging's or in SRC.
+        WarptileError: something stands there, as ``_is_there``.
+    """
+    home, real_src = Path(os.path.realpath(dst.parent)), src.resolve()
+    for name in names:
+        target = dst.parent / name
+        real = Path(os.path.realpath(target))
+        taken = Path(name).parts[0] in (dst.name, _partial(dst).name) or real_src in (real, *real.parents)
+        if taken or not real.is_relative_to(home):
+            raise UsageError("the model's external data has no place there", file=target, do="name another destination")
+        _is_there(target, None, overwrite)
+
+
+def _is_there(target: Path, built: Path | None, overwrite: bool) -> bool:
+    """Whether external data stands at its place already. Its name is the model's choice, so no flag replaces a file;
+    ``overwrite`` takes one of the same bytes as what was ``built``. Raises WarptileError for any other."""
+    if not os.path.lexists(target):
+        return False
+    plain = target.is_file() and not target.is_symlink()
+    if not overwrite or not plain or (built is not None and not _same(target, built)):
+        raise WarptileError(
+            "external data already exists and is not replaced",
+            file=target,
+            need="a plain file of the same bytes" if overwrite else None,
+            do="remove it yourself, or name a destination in another directory",
+        )
+    return True
+
+
+def _partial(dst: Path) -> Path:
+    return dst.with_name(dst.name + ".partial")
+
+
 def check_space(dst: Path, need: int) -> None:
     """Refuse a run that cannot fit on the destination's file system. ``need`` in bytes."""
     free = shutil.disk_usage(dst.parent).free
@@ -143,7 +182,7 @@ def staged(dst: Path, key: str | None = None, *, overwrite: bool = False) -> Ite
     Raises:
         WarptileError: another live run is writing to the same destination; a companion would replace another file.
     """
-    partial = dst.with_name(dst.name + ".partial")
+    partial = _partial(dst)
     lock = _locked(partial, dst)
     try:
         _clear(partial, dst, key)
@@ -196,7 +235,7 @@ def _locked(partial: Path, dst: Path) -> int:
 
 def _refuse_strangers(partial: Path, dst: Path) -> None:
     """Raise WarptileError when a staging directory holds what ``staged`` (or NFS, of it) has never put there."""
-    own = (".lock", ".replaced", manifest.DIRECTORY, dst.name)
+    own = (".lock", ".replaced", manifest.DIRECTORY, beside(dst).name, dst.name)
     for file in partial.iterdir():
         if file.name not in own and not file.name.startswith((manifest.TEMPORARY, f"{dst.name}.", ".nfs")):
             raise WarptileError(
@@ -231,16 +270,26 @@ def _publish(product: Path, partial: Path, dst: Path, overwrite: bool) -> None:
     companions = {file: dst.with_name(file.name) for file in partial.glob(f"{glob.escape(dst.name)}.*")}
     for file, place in companions.items():
         _in_the_way(place, file, overwrite)
+    others = {f: dst.parent / f.relative_to(beside(product)) for f in beside(product).rglob("*") if f.is_file()}
+    new = [(file, place) for file, place in sorted(others.items()) if not _is_there(place, file, overwrite)]
     for file, place in companions.items():
         file.replace(place)
-    replaced = partial / ".replaced"
-    if os.path.lexists(dst):
-        dst.rename(replaced)
+    replaced, published = partial / ".replaced", list[Path]()
     try:
+        for file, place in new:
+            with writing(place):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                file.rename(place)
+            published.append(place)
+            sync(place.parent)
+        if os.path.lexists(dst):
+            dst.rename(replaced)
         product.rename(dst)
-    except OSError:
-        if os.path.lexists(replaced):
+    except BaseException:
+        if os.path.lexists(replaced) and not os.path.lexists(dst):
             replaced.rename(dst)
+        for place in published:
+            place.unlink()
         raise
     sync(dst.parent)
     shutil.rmtree(partial, ignore_errors=True)

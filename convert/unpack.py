@@ -12,12 +12,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..formats.artifact import Artifact, open_artifact
-from ..formats.container import CONFIG, Entry, nbytes, rebuilder, write_safetensors
+from ..formats.container import CONFIG, Entry, names_beside, nbytes, rebuilder, write_safetensors
 from ..kernels import layouts
 from . import origin
 from . import shards as out
 from .progress import Progress
-from .staging import check_paths, check_space, is_file, staged
+from .staging import check_beside, check_paths, check_space, is_file, staged
 
 Array = NDArray[Any]
 
@@ -39,7 +39,7 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
 
     Args:
         dst: one file (all of the source's files in one) when it ends in .safetensors, or like the files of a source
-            kind that can be rebuilt; else a directory.
+            kind that can be rebuilt, external data then beside it under its own names; else a directory.
 
     Raises:
         WarptileError: as ``convert``; nothing is left at ``dst`` then.
@@ -48,6 +48,8 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
     check_paths(path, dst, overwrite=overwrite, artifact=False)
     artifact = open_artifact(path, layouts())
     files = origin.files(artifact)
+    others = names_beside(dst, artifact.checkpoint)
+    check_beside(path, dst, others, overwrite=overwrite)
     if is_file(dst):
         whole = tuple(t for file in files.values() for t in file.tensors)
         files = {dst.name: origin.File(artifact.source_metadata, whole)}
@@ -65,7 +67,7 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
         rebuild = rebuilder(dst)
         if rebuild is not None:
             rebuild(product, artifact.checkpoint, shards[0].entries)
-            return Unpacked(dst, tuple(files), len(artifact.parts), len(artifact.passthrough), total)
+            return Unpacked(dst, (*files, *others), len(artifact.parts), len(artifact.passthrough), total)
         for shard in shards:
             write_safetensors(product if is_file(dst) else product / shard.file, shard.entries, shard.metadata)
         if not is_file(dst):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from . import strict_json
@@ -34,9 +35,11 @@ __all__ = [
     "Checkpoint",
     "Entry",
     "Tensor",
+    "beside",
     "companion",
     "dtype_name",
     "is_model",
+    "names_beside",
     "nbytes",
     "open_checkpoint",
     "rebuilder",
@@ -55,7 +58,8 @@ ARTIFACT = "warptile"
 READERS = {".onnx": "onnx_file", ".gguf": "gguf_file"}
 """Files of other kinds, by suffix -> the module whose ``fill(checkpoint)`` takes them in.
 
-One that can also be written has ``rebuild(path, artifact, entries)``, the way back from an artifact's tensors.
+One that can also be written has ``rebuild(path, artifact, entries)``, the way back from an artifact's tensors, and when
+that writes other files in ``beside(path)``, ``names_beside(artifact)``: what they are called.
 """
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -141,11 +145,26 @@ def companion(artifact: Path, suffix: str) -> Path:
     return artifact / f"model{suffix}" if artifact.is_dir() else artifact.with_name(artifact.name + suffix)
 
 
+def beside(product: Path) -> Path:
+    """The directory in which ``rebuild`` puts files that belong beside what it writes."""
+    return product.with_name(".beside")
+
+
 def rebuilder(path: Path) -> Callable[[Path, Checkpoint, Sequence[Entry]], None] | None:
     """What writes files that end like ``path``, where that is another kind than safetensors, else None."""
+    return getattr(_reader(path), "rebuild", None)
+
+
+def names_beside(path: Path, artifact: Checkpoint) -> tuple[str, ...]:
+    """The other files, relative to its directory, that ``rebuilder(path)`` makes. Raises as that does."""
+    names: tuple[str, ...] = getattr(_reader(path), "names_beside", lambda _: ())(artifact)
+    return names
+
+
+def _reader(path: Path) -> ModuleType | None:
+    """The reader of files that end like ``path``; None where they are safetensors, or nothing we know."""
     reader = READERS.get(path.suffix.lower())
-    module = import_module(f".{reader}", __package__) if reader else None
-    return getattr(module, "rebuild", None)
+    return import_module(f".{reader}", __package__) if reader else None
 
 
 def _listing(directory: Path) -> list[str]:

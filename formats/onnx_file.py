@@ -7,7 +7,8 @@ GraphProto.initializer 5, TensorProto.raw_data 9.
 
 A checkpoint has its ``tensors`` in file order, and as ``quantization``
 
-    {"quant_method": "onnx", "opsets": {domain: version}, "nodes": [{"op", "domain", "inputs", "attributes"}, ..]}
+    {"quant_method": "onnx", "opsets": {domain: version}, "nodes": [{"op", "domain", "inputs", "attributes"}, ..],
+     "graph": SHA-256 of the companion (``onnx_companion.py``), where there is one}
 
 with the nodes, those of inner graphs too, that take an initializer, and the whole numbers and texts among their
 attributes.
@@ -15,9 +16,10 @@ attributes.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -26,19 +28,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .container import Checkpoint, check_inside
+from . import onnx_companion
+from .container import Checkpoint, Entry, check_inside
 from .errors import CorruptError, UnsupportedError, WarptileError
+from .onnx_companion import DIGEST, EXTERNAL, LOCATION, METHOD, locations
+from .onnx_table import is_place
+from .protobuf import Span, fields
 from .strict_json import shown
 from .tensor import State, Tensor, nbytes, state
 
 Array = NDArray[Any]
-Span = tuple[int, int]
 
 MAX_PARSED = 64 << 20
 """Bytes of a graph, or of one initializer, that are not raw data."""
 GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9
-EXTERNAL = 1
-"""TensorProto.data_location."""
 
 # TensorProto.DataType -> safetensors' name
 DTYPES = {
@@ -76,9 +79,10 @@ def fill(checkpoint: Checkpoint) -> None:
     try:
         with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             now = state(f)
-            model, spans = _skeleton(onnx, data, path)
+            model, spans, elsewhere = _skeleton(onnx, data, path)
             for span in spans:
                 _add(checkpoint, onnx, data, span, now)
+        kept = _kept(checkpoint, now, elsewhere)
     except OSError as e:
         raise WarptileError("cannot be read", file=path, found=e.strerror or e) from None
     except (ValueError, TypeError) as e:  # of mmap: an empty file; of the package: values that do not fit a shape
@@ -86,14 +90,42 @@ def fill(checkpoint: Checkpoint) -> None:
     if model.graph.sparse_initializer:
         checkpoint.note("", f"{len(model.graph.sparse_initializer)} sparse initializers belong to the graph")
     nodes = _nodes(checkpoint, onnx, model.graph)
+    checkpoint.companions = {} if kept is None else {onnx_companion.GRAPH: kept}
     checkpoint.quantization = {
-        "quant_method": "onnx",
+        "quant_method": METHOD,
         "opsets": {_text(opset.domain, path): opset.version for opset in model.opset_import},
         "nodes": [node for node in nodes if not checkpoint.tensors.keys().isdisjoint(node["inputs"])],
+        **({DIGEST: hashlib.sha256(kept).hexdigest()} if kept is not None else {}),
     }
     checkpoint.quantization_file = path.name
     for file in dict.fromkeys([path, *(tensor.file for tensor in checkpoint.tensors.values())]):
         checkpoint.file_metadata[file] = {}
+
+
+def _kept(checkpoint: Checkpoint, now: State, elsewhere: Iterable[str | bytes]) -> bytes | None:
+    """The companion of an artifact; None, and a note, when no artifact could give the model back."""
+    path = checkpoint.path
+    tensors = [tensor for tensor in checkpoint.tensors.values() if not isinstance(tensor, Held)]
+    try:
+        try:
+            others = [_beside(path, _text(location, path), "its graph") for location in elsewhere]
+        except CorruptError as e:  # nothing that is converted needs it
+            raise UnsupportedError(e.what, found=e.found) from None
+        return onnx_companion.collect(path, now, tensors, others)
+    except UnsupportedError as e:
+        found = "" if e.found is None else f" ({e.found})"
+        checkpoint.note("", f"no .onnx can be made of an artifact again: {e.what}{found}")
+        return None
+
+
+def rebuild(path: Path, artifact: Checkpoint, entries: Sequence[Entry]) -> None:
+    """Write the model that ``artifact`` was made from. Raises as ``onnx_companion.rebuild``."""
+    onnx_companion.rebuild(path, artifact, entries, fill)
+
+
+def names_beside(artifact: Checkpoint) -> tuple[str, ...]:
+    """The files of external data that ``rebuild`` writes. Raises as it does."""
+    return onnx_companion.names(artifact)
 
 
 def _package(path: Path) -> Any:
@@ -106,23 +138,25 @@ def _package(path: Path) -> Any:
     return onnx
 
 
-def _skeleton(onnx: Any, data: mmap.mmap, path: Path) -> tuple[Any, list[Span]]:
-    """(the model without initializers, where each initializer is)."""
+def _skeleton(onnx: Any, data: mmap.mmap, path: Path) -> tuple[Any, list[Span], list[str | bytes]]:
+    """(the model without initializers, where each initializer is, the external data that something else has)."""
     kept, graph, spans = [], [], []
-    for number, whole, inner in _fields(data, (0, len(data)), path):
+    for number, whole, inner in fields(data, (0, len(data)), path):
         if number != GRAPH:
             kept.append(whole)
             continue
-        for field, part, body in _fields(data, inner, path):
+        for field, part, body in fields(data, inner, path):
             if field == INITIALIZER:
                 spans.append(body)
             else:
                 graph.append(part)
-    model = _parse(onnx.ModelProto(), _joined(data, kept, path), path)
+    head, rest = _joined(data, kept, path), _joined(data, graph, path)
+    model = _parse(onnx.ModelProto(), head, path)
     if not model.opset_import or not graph:
         raise CorruptError("not an ONNX model", file=path, need="a graph and its operator sets")
-    _parse(model.graph, _joined(data, graph, path), path)
-    return model, spans
+    _parse(model.graph, rest, path)
+    named = any(LOCATION.encode() in part for part in (head, rest))
+    return model, spans, [*locations(model)] if named else []
 
 
 def _joined(data: mmap.mmap, spans: list[Span], path: Path) -> bytes:
@@ -145,50 +179,10 @@ def _parse(message: Any, data: bytes, path: Path) -> Any:
     return message
 
 
-def _fields(data: mmap.mmap, span: Span, path: Path) -> Iterator[tuple[int, Span, Span]]:
-    """(number, the whole field, its value) of each protobuf field in a span."""
-    at, end = span
-    while at < end:
-        start = at
-        key, at = _varint(data, at, end, path)
-        kind = key & 7
-        if not key >> 3:  # no field has number 0: a run of zeros, and in a sparse file one without end
-            raise CorruptError("not an ONNX model", file=path, found=f"field 0 at byte {start}")
-        if kind == 2:
-            length, at = _varint(data, at, end, path)
-        elif kind == 0:
-            _, after = _varint(data, at, end, path)
-            length = after - at
-        else:
-            length = {1: 8, 5: 4}.get(kind, end)  # groups are not in ONNX
-        if length > end - at:
-            raise CorruptError(
-                "not an ONNX model, or a truncated one",
-                file=path,
-                found=f"{length} bytes at byte {at} of a part that ends at {end}",
-                do="download or copy it again",
-            )
-        yield key >> 3, (start, at + length), (at, at + length)
-        at += length
-
-
-def _varint(data: mmap.mmap, at: int, end: int, path: Path) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 64, 7):
-        if at >= end:
-            break
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise CorruptError("not an ONNX model, or a truncated one", file=path, found=f"an unfinished number at byte {at}")
-
-
 def _add(checkpoint: Checkpoint, onnx: Any, data: mmap.mmap, span: Span, now: State) -> None:
     """Take in one initializer."""
     path, header, raw = checkpoint.path, [], None
-    for number, whole, body in _fields(data, span, path):
+    for number, whole, body in fields(data, span, path):
         if number == RAW_DATA:
             raw = body
         else:
@@ -235,14 +229,10 @@ def _text(value: str | bytes, path: Path) -> str:
     return value
 
 
-def _external(checkpoint: Checkpoint, proto: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """An initializer in a file of its own, or in one that it shares; the place is relative to the model's directory."""
-    path = checkpoint.path
-    said = {_text(entry.key, path): _text(entry.value, path) for entry in proto.external_data}
-    location = said.get("location", "")
-    where: dict[str, Any] = {"file": checkpoint.path, "tensor": proto.name}
-    place = PurePosixPath(location)
-    if not place.parts or place.is_absolute() or ".." in place.parts or any(c in location for c in "\\:\0"):
+def _beside(path: Path, location: str, tensor: str) -> Path:
+    """The file of external data, by its name in the model at ``path``. Raises CorruptError."""
+    where: dict[str, Any] = {"file": path, "tensor": tensor}
+    if not is_place(location):
         raise CorruptError(
             "external data outside the model's directory",
             **where,
@@ -250,12 +240,21 @@ def _external(checkpoint: Checkpoint, proto: Any, dtype: str, shape: tuple[int, 
             need="a file beside the model",
             do="do not trust this model",
         )
-    file = checkpoint.path.parent / place
+    file = path.parent / PurePosixPath(location)
     if not os.path.lexists(file):
         raise CorruptError("external data is missing", **where, need=location, do="put the file beside the model")
-    check_inside(checkpoint.path.parent, location)
+    check_inside(path.parent, location)
     if not file.is_file():
         raise CorruptError("external data is not a regular file", **where, found=location)
+    return file
+
+
+def _external(checkpoint: Checkpoint, proto: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """An initializer in a file of its own, or in one that it shares; the place is relative to the model's directory."""
+    path = checkpoint.path
+    said = {_text(entry.key, path): _text(entry.value, path) for entry in proto.external_data}
+    location, where = said.get("location", ""), {"file": path, "tensor": proto.name}
+    file = _beside(path, location, proto.name)
     offset, length = said.get("offset", "0"), said.get("length", str(nbytes(dtype, shape)))
     if not all(number.isascii() and number.isdigit() and len(number) < 40 for number in (offset, length)):
         raise CorruptError(

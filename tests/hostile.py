@@ -5,6 +5,7 @@ Deterministic, and under 64 KB on disk each: what claims more is sparse.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ class Hostile:
     words: tuple[str, ...] = ()
     command: tuple[str, ...] = ("auto", "--to", "marlin", "--fuse", "--stack-experts", "--widen")
     writes: bool = True
+    product: str = "out"
 
 
 def lone(name: str, data: bytes, sparse: int = 0) -> Build:
@@ -315,6 +317,47 @@ LIES += [
     Hostile("onnx: text", lone("m.onnx", b"hello, world"), 4),
     Hostile("onnx: sparse", lone("m.onnx", b"\x08\x07", 1 << 40), 4, ("field 0",)),
     Hostile("onnx: sparse, a field of 512 GB", lone("m.onnx", b"\x12\x80\x80\x80\x80\x80\x10", 1 << 40), 4),
+]
+
+
+def graph(data: bytes, sparse: int = 0) -> Build:
+    """An artifact of an ONNX model with a companion whose hash it has."""
+
+    def build(folder: Path) -> Path:
+        said = TINY["matmulnbits"].said(graph=hashlib.sha256(data).hexdigest())
+        src = said.save(folder / "source")
+        path = convert(src, folder / "a.safetensors", to="marlin", quiet=True).dst
+        shutil.rmtree(src)
+        lone(f"{path.name}.onnx-graph", data, sparse)(folder)
+        return path
+
+    return build
+
+
+def beside(name: bytes) -> bytes:
+    """A table of a model of no bytes and a file of external data."""
+    return struct.pack("<IIIQ", 2, 0, 0, 0) + struct.pack("<I", len(name)) + name + struct.pack("<IQ", 0, 0)
+
+
+GRAPHS = {
+    "no bytes": (b"", 0),
+    "text": (b"hello, world", 0),
+    "sparse": (b"", 1 << 40),
+    "files without end": (struct.pack("<I", 2**32 - 1), 0),
+    "files of nothing": (struct.pack("<I", 3000) + bytes(16 * 3000), 0),
+    "tensors of nothing": (struct.pack("<III", 1, 0, 3000) + bytes(12 * 3000 + 8), 0),
+    "bytes without end": (struct.pack("<IIIQ", 1, 0, 0, 2**64 - 1), 0),
+    "no model": (struct.pack("<IIIQ", 1, 0, 0, 4) + b"onnx", 0),
+    "a tensor that is not there": (struct.pack("<IIIQIcQ", 1, 0, 1, 0, 1, b"t", 0), 0),
+    **{
+        f"a file called {name}": (beside(name), 0)
+        for name in (b"../x", b"/tmp/x", b".x", b"a/../x", b"\xff", b"\x1b[2J")
+    },
+    "a long name": (beside(b"n" * 5000), 0),
+}
+LIES += [
+    Hostile(f"graph: {name}", graph(data, sparse), 4, (), ("unpack",), True, "out.onnx")
+    for name, (data, sparse) in GRAPHS.items()
 ]
 
 

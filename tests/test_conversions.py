@@ -138,7 +138,7 @@ def test_a_gguf_file_comes_back_to_the_byte(tiny: Tiny, layout: str, fuse: bool,
 
 @QUICK
 @given(tiny=MODULES["matmulnbits"], layout=st.sampled_from(list(layouts())), widen=st.booleans())
-def test_initializers_of_an_onnx_model_come_back(tiny: Tiny, layout: str, widen: bool) -> None:
+def test_an_onnx_model_and_its_initializers_come_back(tiny: Tiny, layout: str, widen: bool) -> None:
     onnx = pytest.importorskip("onnx")
     (node,) = tiny.quantization["nodes"]
     proto = onnx.helper.make_node(node["op"], node["inputs"], ["y"], domain=node["domain"], **node["attributes"])
@@ -163,6 +163,8 @@ def test_initializers_of_an_onnx_model_come_back(tiny: Tiny, layout: str, widen:
         unpack(at / "dst.safetensors", at / "back.safetensors")
         back = open_checkpoint(at / "back.safetensors").tensors
         assert {n: (t.dtype, t.shape, t.raw().tobytes()) for n, t in back.items()} == tiny.tensors
+        unpack(at / "dst.safetensors", at / "back.onnx")
+        assert (at / "back.onnx").read_bytes() == (at / "m.onnx").read_bytes()
 
 
 @pytest.mark.parametrize("source", SAFETENSORS)

@@ -34,7 +34,7 @@ def test_it_is_refused(row: Hostile, tmp_path: Path, capsys: pytest.CaptureFixtu
     before = sorted(tmp_path.rglob("*"))
     forget()
     most, start = peak(), time.process_time()
-    code = main([*row.command, "--json", str(src), *([str(tmp_path / "out")] if row.writes else [])])
+    code = main([*row.command, "--json", str(src), *([str(tmp_path / row.product)] if row.writes else [])])
     took, grown = time.process_time() - start, peak() - most
     out, err = capsys.readouterr()
     assert code == row.code, err

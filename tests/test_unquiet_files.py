@@ -53,15 +53,19 @@ PLACES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["a.safetensors", "a"])
-def test_the_key_values_of_an_artifact_are_a_file_or_refused(tmp_path: Path, place: str, name: str) -> None:
-    src = write(tmp_path / "m.gguf", [Q4, NORM], model())
-    artifact = convert(src, tmp_path / name, to="mmq").dst
-    kept = companion(artifact, ".gguf-kv")
+@pytest.mark.parametrize("kind", ["gguf", "onnx"])
+def test_a_companion_of_an_artifact_is_a_file_or_refused(tmp_path: Path, place: str, name: str, kind: str) -> None:
+    gguf = kind == "gguf"
+    src = write(tmp_path / "m.gguf", [Q4, NORM], model()) if gguf else onnx_model(tmp_path, external=True)
+    artifact = convert(src, tmp_path / name, to="mmq" if gguf else "marlin").dst
+    kept = companion(artifact, ".gguf-kv" if gguf else ".onnx-graph")
     kept.unlink()
     PLACES[place](kept)
-    with at_once(), pytest.raises(WarptileError, match=r"gguf-kv: (not a regular file|.* missing)"):
-        unpack(artifact, tmp_path / "back.gguf")
-    assert not (tmp_path / "back.gguf").exists()
+    back = tmp_path / "back"
+    back.mkdir()
+    with at_once(), pytest.raises(WarptileError, match=rf"{kept.name}: (not a regular file|.* missing)"):
+        unpack(artifact, back / f"m.{kind}")
+    assert not list(back.iterdir())
     with at_once(), pytest.raises(WarptileError):
         verify(artifact, src)
     with at_once():

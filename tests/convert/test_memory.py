@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import write_file
+from warptile.convert import convert
 
 # The slabs are made small, so that all that is foretold is much less than a byte a weight.
 LIMITED = """
@@ -143,3 +145,51 @@ def test_the_memory_foretold_is_enough_for_a_tensor_that_is_larger(tmp_path, cas
     args = [sys.executable, "-c", LIMITED, *map(str, paths), source, layout]
     out = subprocess.run(args, capture_output=True, text=True)
     assert out.stdout == "streamed\nits codes alone are too much\n", out.stderr[-2000:]
+
+
+# Biases of every module are in the model's own file, and its codes elsewhere.
+REBUILT = """
+import resource, sys
+from pathlib import Path
+from warptile.convert import unpack
+
+small, large, back = sys.argv[1:]
+unpack(small, f"{back}/small.onnx")
+Path(f"{back}/data").unlink()
+status = Path("/proc/self/status").read_text().splitlines()
+held = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+limit = held + (64 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+unpack(large, f"{back}/model.onnx")
+print("streamed", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+def test_a_model_with_external_data_is_rebuilt_without_being_held(tmp_path):
+    """96 MB of codes."""
+    onnx = pytest.importorskip("onnx")
+    artifacts = []
+    for count in (1, 48):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        nodes, arrays = [], []
+        for i in range(count):
+            names = ["x", f"{i}_Q4", f"{i}_s", "", "", f"{i}_b"]
+            attributes = {"N": 2048, "K": 2048, "block_size": 128, "bits": 4}
+            nodes.append(onnx.helper.make_node("MatMulNBits", names, [f"y{i}"], domain="com.microsoft", **attributes))
+            made = (junk(2048, 16, 64), scales(2048, 16), scales(2048))
+            arrays += [onnx.numpy_helper.from_array(a, n) for a, n in zip(made, filter(len, names[1:]), strict=True)]
+        value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT16, None)
+        graph = onnx.helper.make_graph(nodes, "g", [value], [value], arrays)
+        sets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+        path = folder / "model.onnx"
+        proto = onnx.helper.make_model(graph, opset_imports=sets)
+        onnx.save(proto, path, save_as_external_data=True, location="data", size_threshold=10_000)
+        artifacts.append(convert(path, tmp_path / f"{count}.safetensors", to="marlin").dst)
+    (tmp_path / "back").mkdir()
+    args = [sys.executable, "-c", REBUILT, *map(str, artifacts), str(tmp_path / "back")]
+    out = subprocess.run(args, capture_output=True, text=True)
+    assert out.stdout == "streamed\n", out.stderr[-2000:]
+    for name in ("model.onnx", "data"):
+        assert filecmp.cmp(tmp_path / "back" / name, tmp_path / "48" / name, shallow=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from itertools import product
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
@@ -24,10 +25,11 @@ import numpy as np
 from cases import gptq_case
 from tiny import NOWHERE, TINY, Tiny, in_memory
 from warptile.convert import convert, origin, plan
-from warptile.formats import artifact, bits, gguf_header, patterns, safetensors_file, sources, strict_json
+from warptile.formats import artifact, bits, gguf_header, onnx_file, patterns, safetensors_file, sources, strict_json
 from warptile.formats.canonical import QuantTensor, same
-from warptile.formats.container import Checkpoint, dtype_name, open_checkpoint
+from warptile.formats.container import Checkpoint, beside, companion, dtype_name, open_checkpoint
 from warptile.formats.errors import UnsupportedError, WarptileError
+from warptile.formats.onnx_table import File, parse, table
 from warptile.formats.spec import stored
 from warptile.kernels import layouts
 from warptile.kernels.launch import Device
@@ -270,6 +272,7 @@ def _grouped() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 def onnx_model(data: bytes) -> None:
     path = _scratch() / "m.onnx"
     path.write_bytes(data)
+    path.with_name("d").write_bytes(bytes(range(64)))
     try:
         checkpoint = open_checkpoint(path)
         found = plan.claims(checkpoint, None)
@@ -282,6 +285,38 @@ def onnx_model(data: bytes) -> None:
             check_module(checkpoint, module, reader, members)
         except WarptileError:
             continue
+
+    check_rebuilt(checkpoint)
+
+
+def check_rebuilt(checkpoint: Checkpoint) -> None:
+    """A model that leaves a companion comes back byte for byte."""
+    if not checkpoint.companions:
+        return
+    folder = _scratch() / "back"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    made = Checkpoint(folder / "a", {}, quantization={"source": checkpoint.quantization})
+    for suffix, content in checkpoint.companions.items():
+        companion(made.path, suffix).write_bytes(content)
+    entries = [
+        safetensors_file.Entry(t.name, t.dtype, t.shape, lambda t=t: (t.raw(),)) for t in checkpoint.tensors.values()
+    ]
+    onnx_file.rebuild(folder / checkpoint.path.name, made, entries)
+    assert (folder / checkpoint.path.name).read_bytes() == checkpoint.path.read_bytes()
+    for name in onnx_file.names_beside(made):
+        assert (beside(folder / "a") / name).read_bytes() == (checkpoint.path.parent / name).read_bytes()
+
+
+def onnx_table(data: bytes) -> None:
+    try:
+        files, start = parse(data, NOWHERE)
+    except WarptileError:
+        return
+    assert sum(sum(file.kept) for file in files) == len(data) - start
+    assert table(NOWHERE, files) == data[:start]
+    inside = [PurePosixPath(file.name) for file in files[1:]]
+    assert all(name.parts and not name.is_absolute() and ".." not in name.parts for name in inside)
 
 
 def conversion(data: bytes) -> None:
@@ -369,7 +404,22 @@ def _models() -> Iterator[bytes]:
     initializers = [onnx.numpy_helper.from_array(a, name) for name, a in arrays.items()]
     graph = onnx.helper.make_graph([proto], "g", [value], [value], initializers)
     opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in tiny.quantization["opsets"].items()]
-    yield onnx.helper.make_model(graph, opset_imports=opsets).SerializeToString()
+    model = onnx.helper.make_model(graph, opset_imports=opsets)
+    yield model.SerializeToString()
+    for i in range(3):
+        outside = model.graph.initializer.add(name=f"d{i}", data_type=onnx.TensorProto.FLOAT, dims=[4], data_location=1)
+        for key, value in (("location", "d"), ("offset", str(i * 20)), ("length", "16")):
+            outside.external_data.add(key=key, value=value)
+    yield model.SerializeToString()
+
+
+def _tables() -> Iterator[bytes]:
+    for files in (
+        [File("", (), 0)],
+        [File("", ((3, "a"), (0, "b")), 1)],
+        [File("", ((1, "a"),), 0), File("d", ((0, "b"), (2, "c")), 0), File("s/e", (), 1)],
+    ):
+        yield table(NOWHERE, files) + bytes(sum(sum(file.kept) for file in files))
 
 
 def _edits(count: int) -> Iterator[bytes]:
@@ -388,5 +438,6 @@ TARGETS = {
     "artifact": Target(spec, lambda: _edits(len(_artifacts()))),
     "conversion": Target(conversion, lambda: _edits(len(families()))),
     "onnx_model": Target(onnx_model, _models, 2048),
+    "onnx_table": Target(onnx_table, _tables, 256),
     **{f"read_{name}": Target(partial(source, name), partial(_edits, len(_bases(name)))) for name in sources()},
 }
