@@ -89,6 +89,9 @@ DEVICE float to_float(u16 bits) {
     f = __uint_as_float(u32(bits) << 16);
   return f;
 }
+#if __CUDA_ARCH__ < 800
+DEVICE u16 bf16_of(float f);
+#endif
 template <Dtype T>
 DEVICE u16 from_float(float f) {
   u16 bits;
@@ -98,7 +101,7 @@ DEVICE u16 from_float(float f) {
 #if __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(f));
 #else
-    bits = f != f ? u16(0x7FFF) : u16(__float_as_uint(f) + 0x7FFFu + (__float_as_uint(f) >> 16 & 1) >> 16);
+    bits = bf16_of(f);
 #endif
   return bits;
 }

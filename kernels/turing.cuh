@@ -2,6 +2,12 @@
 // narrower ones on the same registers, a copy that runs by itself as a load and a store. Included by mma.cuh for sm_75.
 #pragma once
 
+// Rounded to nearest even; every NaN is the one that the instruction gives.
+DEVICE u16 bf16_of(float f) {
+  const u32 bits = __float_as_uint(f);
+  return f != f ? u16(0x7FFF) : u16((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+}
+
 // m16n8k16 of 16 bits is two m16n8k8: a0, a1, b0 are the first eight k of rows g, g + 8 and of column g, a2, a3, b1 the
 // others, in the lanes and halves where m16n8k8 has them. There is no bf16.
 template <Dtype T>

@@ -10,6 +10,7 @@ import pytest
 from warptile.formats.canonical import ELEMENTS, SCALE_DTYPES
 from warptile.formats.errors import UnsupportedError, WarptileError
 from warptile.kernels.marlin_plan import covering, variants
+from warptile.kernels.mmq_strips import KINDS
 from warptile.runtime import build
 from warptile.runtime import cubin as cubins
 
@@ -44,6 +45,20 @@ def test_weights_arrive_in_16_byte_loads_and_nothing_spills(request_: build.Requ
     assert any(".128" in op for op in sass if op.startswith("LDG"))
     assert not any(op.startswith(("LDL", "STL")) for op in sass)
     assert cubins.spills_in_loop(cubin, tool) == 0
+
+
+def test_sm_75_multiplies_with_its_own_instructions_and_loads_before_it_stores() -> None:
+    """The loads of a stage are all under way before the first store waits for one."""
+    tool = cubins.disassembler()
+    if tool is None:
+        pytest.skip("no nvdisasm")
+    q4_k = list(KINDS).index("q4_k"), F16, list(SCALE_DTYPES).index("f32"), 0
+    strips = cubins.disassemble(build.build(build.Request("mmq_tiled", (*q4_k, 2, 1, 1, 2), "sm_75")).image, tool)
+    tiles = cubins.disassemble(build.build(TILED._replace(target="sm_75")).image, tool)
+    matrix = {".".join(op.split(".")[:2]) for op in (*strips, *tiles) if op.startswith(("IMMA", "HMMA"))}
+    assert matrix == {"IMMA.8816", "HMMA.1688"}
+    first = next(i for i, op in enumerate(strips) if op.startswith("STS"))
+    assert sum(op.startswith("LDG") and ".128" in op for op in strips[:first]) >= 5
 
 
 @pytest.mark.parametrize("target", build.ARCHITECTURES)

@@ -234,15 +234,20 @@ def test_a_pair_may_be_two_parts_of_one_module(folder: Path) -> None:
         np.testing.assert_array_equal(y.view(np.uint16), want.view(np.uint16))
 
 
+@pytest.mark.parametrize("device", [TURING, DEVICE], ids=lambda d: f"sm_{d.arch}")
 @pytest.mark.parametrize("dtype", TYPES)
-def test_silu_of_rounded_products_is_the_reference_bit_for_bit(dtype: str, folder: Path) -> None:
+def test_silu_of_rounded_products_is_the_reference_bit_for_bit(dtype: str, device: Device, folder: Path) -> None:
     to = np.dtype(ACTIVATION.get(dtype, dtype))
     rng = np.random.default_rng(0)
     gate = np.concatenate(
-        [rng.standard_normal(300) * 10.0 ** rng.integers(-6, 3, 300), [0, -0.0, np.inf, -np.inf, np.nan, -103.9, -87.5]]
+        [
+            rng.standard_normal(300) * 10.0 ** rng.integers(-6, 3, 300),
+            [0, -0.0, np.inf, -np.inf, np.nan, -103.9, -87.5, 136, 136],
+        ]
     )[None].astype(to)
     up = rng.standard_normal(gate.shape).astype(to)
-    stage = gated.stage(1, gate.shape[1], DEVICE, TYPES[dtype])
+    up[0, -2:] = 1.0625, 1.1875  # 144.5 and 161.5: halfway for bf16
+    stage = gated.stage(1, gate.shape[1], device, TYPES[dtype])
     memory = {"gate": aligned(gate), "up": aligned(up), "y": aligned(np.full(gate.shape, 7, to))}
     run(stage, memory, {"m": 1, "n": gate.shape[1], "ldy": gate.shape[1]}, folder)
     got, want = memory["y"].view(to).reshape(gate.shape), gated.swiglu(gate, up)

@@ -142,8 +142,16 @@ u16 rounded(double v) {
 }
 template <Dtype T>
 float to_float(u16 bits) { return float(value<T>(bits)); }
+#if __CUDA_ARCH__ < 800
+inline u16 bf16_of(float f);
+#endif
 template <Dtype T>
-u16 from_float(float f) { return rounded<T>(f); }
+u16 from_float(float f) {
+#if __CUDA_ARCH__ < 800
+  if constexpr (T == Dtype::bf16) return bf16_of(f);
+#endif
+  return rounded<T>(f);
+}
 template <Dtype T>
 u32 fma2(u32 a, u32 b, u32 c) {
   auto one = [&](int up) { return u32(rounded<T>(value<T>(a >> up) * value<T>(b >> up) + value<T>(c >> up))) << up; };
