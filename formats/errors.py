@@ -19,6 +19,8 @@ class WarptileError(Exception):
     """One line: where it is, what was found, what is needed, what to do."""
 
     exit_code = 1
+    advice: str | None = None
+    """What to do where the one who raises it knows nothing better."""
 
     def __init__(
         self,
@@ -30,6 +32,7 @@ class WarptileError(Exception):
         need: object = None,
         do: str | None = None,
     ) -> None:
+        do = do or self.advice
         self.what, self.file, self.tensor, self.found, self.need, self.do = what, file, tensor, found, need, do
         where = [str(part) for part in (file, tensor) if part is not None]
         line = ": ".join([*where, what])
@@ -58,6 +61,7 @@ class CorruptError(WarptileError):
     """The file lies: truncated, contradictory, out of range."""
 
     exit_code = 4
+    advice = "get the file again, or tell who made it"
 
 
 class VerifyError(WarptileError):

@@ -21,8 +21,10 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
+from . import impostors
 from .errors import CorruptError, UnsupportedError, WarptileError
-from .safetensors_file import IMPOSTORS, MAX_TENSORS
+from .impostors import refuse_impostor
+from .safetensors_file import MAX_TENSORS
 from .strict_json import shown
 from .tensor import State, state
 
@@ -108,7 +110,7 @@ def read_header(path: Path) -> Header:
             raise UnsupportedError("not a regular file", file=path, need="a .gguf file")
         with open(path, "rb") as f:
             now = state(f)
-            _check_head(path, f.read(HEAD))
+            _check_head(path, f.read(impostors.HEAD))
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return replace(parse_header(path, data), state=now)
     except (OSError, ValueError) as e:
@@ -117,17 +119,17 @@ def read_header(path: Path) -> Header:
 
 def parse_header(path: Path, data: bytes | mmap.mmap) -> Header:
     """The header of a file with the content ``data``; ``path`` is only named. Raises as ``read_header``."""
-    version = _check_head(path, data[:HEAD])
+    version = _check_head(path, data[: impostors.HEAD])
     return _Parser(path, data).header(version)
 
 
 def _check_head(path: Path, head: bytes) -> int:
     """The version. Raises UnsupportedError for what is no GGUF of ours, CorruptError for a stump of one."""
     if not head.startswith(MAGIC):
-        for magic, what, do in IMPOSTORS:
-            if head.startswith(magic):
-                raise CorruptError(f"{what}, not a GGUF file", file=path, do=do)
-        raise UnsupportedError("not a GGUF file", file=path, found=repr(head[:4]), need=repr(MAGIC))
+        refuse_impostor(path, head, "a GGUF file")
+        raise UnsupportedError(
+            "not a GGUF file", file=path, found=repr(head[:4]), need=repr(MAGIC), do="check what it is"
+        )
     if len(head) < HEAD:
         raise CorruptError("truncated", file=path, found=f"{len(head)} bytes", do="download or copy it again")
     version = int.from_bytes(head[4:8], "little")

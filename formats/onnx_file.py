@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from . import onnx_companion
 from .container import Checkpoint, Entry, check_inside
 from .errors import CorruptError, UnsupportedError, WarptileError
+from .impostors import HEAD, ONNX, refuse_impostor
 from .onnx_companion import DIGEST, EXTERNAL, LOCATION, METHOD, locations
 from .onnx_table import is_place
 from .protobuf import Span, fields
@@ -75,10 +76,12 @@ def fill(checkpoint: Checkpoint) -> None:
     onnx = _package(checkpoint.path)
     path = checkpoint.path
     if not path.is_file():
-        raise UnsupportedError("not a regular file", file=path, need="an .onnx file")
+        raise UnsupportedError("not a regular file", file=path, need="an .onnx file", do="name the file itself")
     try:
         with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             now = state(f)
+            if not data[: len(ONNX[0])].startswith(ONNX):
+                refuse_impostor(path, data[:HEAD], "an ONNX model")
             model, spans, elsewhere = _skeleton(onnx, data, path)
             for span in spans:
                 _add(checkpoint, onnx, data, span, now)
@@ -164,7 +167,11 @@ def _joined(data: mmap.mmap, spans: list[Span], path: Path) -> bytes:
     size = sum(end - start for start, end in spans)
     if size > MAX_PARSED:
         raise UnsupportedError(
-            "too much beside the bytes of weights", file=path, found=f"{size} bytes", need=f"<= {MAX_PARSED}"
+            "too much beside the bytes of weights",
+            file=path,
+            found=f"{size} bytes",
+            need=f"<= {MAX_PARSED}",
+            do="store its initializers as raw data",
         )
     return b"".join(data[start:end] for start, end in spans)
 
@@ -200,7 +207,8 @@ def _add(checkpoint: Checkpoint, onnx: Any, data: mmap.mmap, span: Span, now: St
     if dtype is None or (bits and raw is None and proto.data_location != EXTERNAL):
         kinds = {number: kind for kind, number in onnx.TensorProto.DataType.items()}
         kind = kinds.get(proto.data_type, proto.data_type)
-        raise UnsupportedError("an initializer without bytes", file=path, tensor=name, found=kind)
+        do = "quantise the model without it, or keep it out of the file"
+        raise UnsupportedError("an initializer without bytes", file=path, tensor=name, found=kind, do=do)
     if bits:
         checkpoint.note("", f"{name} has {bits}-bit values, shape {list(shape)}: it passes through as bytes")
         shape = (-(-prod(shape) * bits // 8),)

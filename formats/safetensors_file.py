@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from . import strict_json
 from .errors import CorruptError, UnsupportedError, WarptileError
+from .impostors import HEAD, refuse_impostor
 from .output import Output
 from .strict_json import shown
 from .tensor import DTYPES, State, Tensor, nbytes, state
@@ -36,21 +37,6 @@ MAX_EXPLAINED = 16 << 20
 LONG_LIST = re.compile(rb"\[[\d,\s]{65536}")  # the package's parser takes 40 bytes of memory for each number
 METADATA = "__metadata__"
 KEYS = {"dtype", "shape", "data_offsets"}
-
-# First bytes of files that are often met under this name.
-IMPOSTORS = (
-    (b"version https://git-lfs", "a git-lfs pointer, not the file itself", "fetch it with git lfs pull"),
-    (b"PK\x03\x04", "a zip archive, as torch.save writes", "convert it to safetensors with the tool that made it"),
-    (b"\x1f\x8b", "compressed with gzip", "decompress it"),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "decompress it"),
-    (b"\x89HDF", "an HDF5 file", "convert it to safetensors with the tool that made it"),
-    (b"\x93NUMPY", "a NumPy array", "convert it to safetensors with the tool that made it"),
-    (b"\x80\x02", "a pickle", "pickle is code and is never opened: save it as safetensors with the tool that made it"),
-    (b"\x80\x04", "a pickle", "pickle is code and is never opened: save it as safetensors with the tool that made it"),
-    (b"GGUF", "a GGUF file", "give it its own name, ending in .gguf"),
-    (b"<!DOCTYPE", "a web page", "download it again"),
-    (b"<html", "a web page", "download it again"),
-)
 
 
 def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -107,7 +93,7 @@ def _header(path: Path) -> tuple[bytes, State]:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UnsupportedError("not a regular file", file=path, need="a .safetensors file")
         with open(path, "rb") as f:
-            now, head = state(f), f.read(24)
+            now, head = state(f), f.read(HEAD)
             length = int.from_bytes(head[:8], "little")
             _check_length(path, now.size, head, length)
             f.seek(8)
@@ -117,11 +103,8 @@ def _header(path: Path) -> tuple[bytes, State]:
 
 
 def _check_length(path: Path, size: int, head: bytes, length: int) -> None:
-    for magic, what, do in IMPOSTORS:
-        if head.startswith(magic) and head[8:9] != b"{":
-            raise CorruptError(f"not safetensors but {what}", file=path, do=do)
-    if head[:1] and head[8:9] != b"{" and _is_text(head):
-        raise CorruptError("not safetensors but text", file=path, found=repr(head[:16].decode()), do="check what it is")
+    if head[8:9] != b"{":
+        refuse_impostor(path, head, "safetensors")
     if size < 10:
         raise CorruptError("too short for a header", file=path, found=f"{size} bytes", do="download or copy it again")
     if length > MAX_HEADER:
@@ -136,11 +119,6 @@ def _check_length(path: Path, size: int, head: bytes, length: int) -> None:
         )
     if length < 2 or head[8:9] != b"{":
         raise CorruptError("the header is not a JSON object", file=path, found=repr(head[8:16]), need="{ at byte 8")
-
-
-def _is_text(head: bytes) -> bool:
-    """Whether a file begins with lines of letters: the length of no header looks like it."""
-    return all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in head)
 
 
 def _gate(path: Path, text: bytes) -> CorruptError | None:
