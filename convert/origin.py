@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ..formats import sources, strict_json
 from ..formats.artifact import Artifact
 from ..formats.container import CONFIG, DTYPES, INDEX, QUANTIZATION, WEIGHTS, Checkpoint, dtype_name
-from ..formats.errors import CorruptError, UnsupportedError, UsageError
+from ..formats.errors import AGAIN, CorruptError, UnsupportedError, UsageError
 from ..formats.options import Options
 from ..formats.strict_json import shown
 from .plan import Plan
@@ -89,10 +89,12 @@ def files(artifact: Artifact) -> dict[str, File]:
     """
     checkpoint = artifact.checkpoint
     if "source_files" not in checkpoint.metadata:
-        raise UnsupportedError("the artifact does not say what its source's files were", file=checkpoint.path)
+        raise UnsupportedError("the artifact does not say what its source's files were", file=checkpoint.path, do=AGAIN)
 
     def corrupt(found: object, need: object = None) -> CorruptError:
-        return CorruptError("source_files in its metadata is damaged", file=checkpoint.path, found=found, need=need)
+        return CorruptError(
+            "source_files in its metadata is damaged", file=checkpoint.path, found=found, need=need, do=AGAIN
+        )
 
     listed = _said(checkpoint, "source_files")
     for name, file in listed.items():
@@ -173,7 +175,7 @@ def restored(artifact: Artifact, linear: str, promised: Mapping[str, tuple[str, 
         tensors: dict[str, Array] = write(linear, q)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptError(
-            "its source entry is damaged", file=artifact.checkpoint.path, tensor=linear, found=error
+            "its source entry is damaged", file=artifact.checkpoint.path, tensor=linear, found=error, do=AGAIN
         ) from None
     written = {name: (dtype_name(a.dtype), a.shape) for name, a in tensors.items()}
     if written != promised:
@@ -183,6 +185,7 @@ def restored(artifact: Artifact, linear: str, promised: Mapping[str, tuple[str, 
             tensor=linear,
             found=written,
             need=promised,
+            do=AGAIN,
         )
     return tensors
 
@@ -193,11 +196,13 @@ def options(artifact: Checkpoint) -> dict[str, Any]:
     for name, value in said.items():
         if not isinstance(value, kinds.get(name, ())) or (isinstance(value, bool) and kinds[name] is not bool):
             found = f"{shown(name)} = {shown(repr(value))}"
-            raise CorruptError("source_options in its metadata is damaged", file=artifact.path, found=found)
+            raise CorruptError("source_options in its metadata is damaged", file=artifact.path, found=found, do=AGAIN)
     try:
         return asdict(Options(**said))
     except UsageError as error:
-        raise CorruptError("source_options in its metadata is damaged", file=artifact.path, found=error.what) from None
+        raise CorruptError(
+            "source_options in its metadata is damaged", file=artifact.path, found=error.what, do=AGAIN
+        ) from None
 
 
 def restored_config(artifact: Checkpoint) -> bytes | None:
@@ -218,5 +223,7 @@ def restored_index(artifact: Checkpoint) -> dict[str, bytes]:
     said = _said(artifact, "source_index")
     for name, text in said.items():
         if Path(name).name != name or "\0" in name or not name.endswith(INDEX) or not isinstance(text, str):
-            raise CorruptError("source_index in its metadata is damaged", file=artifact.path, found=shown(name))
+            raise CorruptError(
+                "source_index in its metadata is damaged", file=artifact.path, found=shown(name), do=AGAIN
+            )
     return {name: text.encode() for name, text in said.items()}

@@ -163,6 +163,7 @@ def _check_name(checkpoint: Checkpoint, module: str, members: tuple[str, ...]) -
             tensor=first.name,
             found=repr(module),
             need="one before its suffix",
+            do="rename its tensors",
         )
     plain = checks.full_name(module, "weight")
     if plain in checkpoint.tensors and plain not in members:
@@ -300,5 +301,6 @@ def _check_names(plan: Plan) -> None:
                 file=plan.checkpoint.path,
                 tensor=tensor.name,
                 need="names that differ",
+                do="rename one of the two in the source",
             )
         seen.add(tensor.name)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import singledispatch
 from typing import Any
 
+from ..formats.canonical import scale_words
 from ..formats.errors import WarptileError, printable
 from .grouping import Apart
 from .inspect import Contents, Support
@@ -215,7 +216,7 @@ def _(contents: Contents) -> str:
             x.element,
             _shape(x.n, x.k, x.experts),
             x.group,
-            x.scale,
+            scale_words(x.scale),
             " ".join(part for part in ("zero", "perm", "bias") if getattr(x, part)),
             size(x.nbytes),
             *([_holds(x.name, x.parts) if x.parts else ""] if grouped else []),

@@ -14,10 +14,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..formats import sources
-from ..formats.artifact import Artifact, open_artifact, view
+from ..formats.artifact import Artifact, is_artifact, open_artifact, view
 from ..formats.canonical import QuantTensor
 from ..formats.container import CONFIG, Checkpoint, companion, open_checkpoint
-from ..formats.errors import VerifyError
+from ..formats.errors import UsageError, VerifyError
 from ..formats.options import Options
 from ..formats.parts import NARROW, Part, expert_of, parts
 from ..formats.stream import Pieces
@@ -29,6 +29,7 @@ from .workers import threads
 
 Array = NDArray[Any]
 Spec = dict[str, Any]
+RECIPROCALS = ", 1 / the divisors that are stored,"
 Packed = tuple[Mapping[str, Array | Pieces], Spec]
 
 
@@ -59,6 +60,7 @@ def verify(
 
     Raises:
         VerifyError: the first module, part and position that differ.
+        UsageError: ``against`` is an artifact.
         CorruptError, UnsupportedError: one of the two cannot be read.
     """
     count = threads(workers)
@@ -71,6 +73,9 @@ def verify(
                 _passed(progress, artifact.checkpoint, artifact.names(name))
             return Verified(Path(path), None, len(artifact.modules), len(artifact.passthrough))
         source = open_checkpoint(Path(against), Options(**(origin.options(artifact.checkpoint) | options)))
+        if is_artifact(source):
+            what, do = "an artifact, not the checkpoint that one was made from", "give --against that checkpoint"
+            raise UsageError(what, file=against, do=do)
         for linear in artifact.parts:
             origin.reader(artifact, linear)
         readers = dict.fromkeys(part.reader for part in artifact.parts.values())
@@ -208,6 +213,6 @@ def _parts(q: QuantTensor) -> Iterator[tuple[str, Any]]:
     for kind, levels in (("scales", q.scales), ("offsets", q.offsets)):
         for i, level in enumerate(levels):
             yield f"{kind}[{i}] grid", (level.block, level.shards)
-            yield f"{kind}[{i}]", level.data
+            yield f"{kind}[{i}]{RECIPROCALS if level.dtype == 'f64' else ''}", level.data
     yield from ((part, value) for part in ("zero", "perm", "bias") if (value := getattr(q, part)) is not None)
     yield from ((f"residue {suffix}", data) for suffix, data in q.residue.items())

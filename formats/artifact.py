@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from . import strict_json
 from .canonical import QuantTensor
 from .container import ARTIFACT, Checkpoint, nbytes, open_checkpoint
-from .errors import CorruptError, UnsupportedError
+from .errors import AGAIN, CorruptError, UnsupportedError
 from .parts import NARROW, Part, expert_of, parts, unpacked
 from .spec import (
     RESIDUE,
@@ -165,12 +165,14 @@ def open_artifact(path: str | os.PathLike[str], layouts: Layouts) -> Artifact:
 def check_artifact(checkpoint: Checkpoint, layouts: Layouts) -> Artifact:
     """``open_artifact`` of files that are open. Raises as it does."""
     if not is_artifact(checkpoint):
-        raise UnsupportedError("not converted yet", file=checkpoint.path, do="convert it first")
+        raise UnsupportedError(
+            "not converted yet", file=checkpoint.path, do="convert it, or name what a conversion wrote"
+        )
     modules: dict[str, Spec] = {}
     for file, said in checkpoint.file_metadata.items():
         for name, spec in _modules(file, said).items():
             if name in modules:
-                raise CorruptError("the module is in two files", file=file, tensor=name)
+                raise CorruptError("the module is in two files", file=file, tensor=name, do=AGAIN)
             modules[name] = spec
     owner: dict[str, str] = {}
     for name, spec in modules.items():
@@ -178,7 +180,11 @@ def check_artifact(checkpoint: Checkpoint, layouts: Layouts) -> Artifact:
         for tensor in check_tensors(checkpoint, name, spec, layouts[spec["layout"]]):
             if tensor in owner:
                 raise CorruptError(
-                    "two modules have one tensor", file=checkpoint.path, tensor=tensor, found=f"{owner[tensor]}, {name}"
+                    "two modules have one tensor",
+                    file=checkpoint.path,
+                    tensor=tensor,
+                    found=f"{owner[tensor]}, {name}",
+                    do=AGAIN,
                 )
             owner[tensor] = name
         check_perm(checkpoint, name, spec)
@@ -191,7 +197,7 @@ def check_artifact(checkpoint: Checkpoint, layouts: Layouts) -> Artifact:
     source = _source_text(checkpoint, "source_metadata")
     for key, text in source.items():
         if not isinstance(text, str):
-            raise CorruptError("source_metadata holds no string", file=checkpoint.path, tensor=shown(key))
+            raise CorruptError("source_metadata holds no string", file=checkpoint.path, tensor=shown(key), do=AGAIN)
     quantization = {**_ours(checkpoint), "source": _source_text(checkpoint, "source_quantization")}
     checkpoint = replace(checkpoint, quantization=quantization)
     return Artifact(checkpoint, modules, rest, source, layouts)
@@ -205,7 +211,11 @@ def _check_parts(checkpoint: Checkpoint, modules: Mapping[str, Spec]) -> None:
             if part.name in seen or (part.name in modules and not part.alone):
                 where = f"{seen.get(part.name, part.name)}, {module}"
                 raise CorruptError(
-                    "a linear is in two modules", file=checkpoint.path, tensor=shown(part.name), found=shown(where)
+                    "a linear is in two modules",
+                    file=checkpoint.path,
+                    tensor=shown(part.name),
+                    found=shown(where),
+                    do=AGAIN,
                 )
             seen[part.name] = module
 
@@ -224,15 +234,15 @@ def _source_text(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
 def _modules(file: Path, said: Mapping[str, str]) -> dict[str, Any]:
     """The specs of one file, as they stand there."""
     if ARTIFACT not in said:
-        raise CorruptError("a shard without our metadata", file=file, need=ARTIFACT, do="convert the source again")
+        raise CorruptError("a shard without our metadata", file=file, need=ARTIFACT, do=AGAIN)
     content = strict_json.parse(said[ARTIFACT].encode(), file, f"{ARTIFACT} in its metadata")
     version, modules = content.get("version"), content.get("modules")
     if type(version) is not int or version < 1:
-        raise CorruptError("no version", file=file, found=shown(repr(version)), need=VERSION)
+        raise CorruptError("no version", file=file, found=shown(repr(version)), need=VERSION, do=AGAIN)
     if version > VERSION:
         raise UnsupportedError("of a newer version", file=file, found=version, need=VERSION, do="update warptile")
     unknown = content.keys() - {"version", "modules"}
     if unknown or not isinstance(modules, dict):
         found = shown(sorted(unknown)) if unknown else strict_json.kind(modules)
-        raise CorruptError("metadata is malformed", file=file, found=found, need="version and modules")
+        raise CorruptError("metadata is malformed", file=file, found=found, need="version and modules", do=AGAIN)
     return modules

@@ -32,6 +32,13 @@ SCALE_DTYPES: dict[str, np.dtype[Any]] = {
     "s8": np.dtype(np.int8),
     "f64": np.dtype(np.float64),
 }
+
+
+def scale_words(dtype: str) -> str:
+    """A scale type for people, who know f64 from no file: see ``Level``."""
+    return "f64 (1 / stored divisors)" if dtype == "f64" else dtype
+
+
 _SCALE_NAMES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
 
 

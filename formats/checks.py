@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .container import DTYPES, Checkpoint, Tensor
-from .errors import CorruptError, UnsupportedError
+from .errors import AS_WRITTEN, RIGHT_LABELS, CorruptError, UnsupportedError
 
 Array = NDArray[Any]
 
@@ -24,15 +24,19 @@ EXPONENTS: Mapping[str, np.unsignedinteger[Any]] = {
 """The bits that a NaN or an infinite number has all of."""
 
 
-def refuse_any(tensor: Tensor, bad: NDArray[np.bool_], what: str, need: str, do: str | None = None) -> None:
-    """Refuse entries marked ``bad``, with their number and the first one's position. Raises CorruptError."""
+def refuse_any(
+    tensor: Tensor, bad: NDArray[np.bool_], what: str, need: str, do: str | None = None, values: Array | None = None
+) -> None:
+    """Refuse entries marked ``bad``, with their number, the first one's position and its value. Raises CorruptError."""
     if bad.any():
-        at = [int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape)]
+        first = int(bad.argmax())
+        at = [int(i) for i in np.unravel_index(first, bad.shape)]
+        value = "" if values is None else f", is {float(values.reshape(-1)[first]):g}"
         raise CorruptError(
             what,
             file=tensor.file,
             tensor=tensor.name,
-            found=f"{int(bad.sum())} of {bad.size}, the first at {at}",
+            found=f"{int(bad.sum())} of {bad.size}, the first at {at}{value}",
             need=need,
             do=do,
         )
@@ -46,7 +50,7 @@ def finite(tensor: Tensor, values: Array, what: str = "scales") -> None:
     else:
         with np.errstate(invalid="ignore"):
             bad = ~np.isfinite(values)
-    refuse_any(tensor, bad, f"{what} are NaN or infinite", "finite numbers")
+    refuse_any(tensor, bad, f"{what} are NaN or infinite", "finite numbers", values=values)
 
 
 def full_name(module: str, suffix: str) -> str:
@@ -92,7 +96,12 @@ def dtype(tensor: Tensor, *allowed: str) -> None:
     """Refuse a dtype. Raises UnsupportedError."""
     if tensor.dtype not in allowed:
         raise UnsupportedError(
-            "unexpected dtype", file=tensor.file, tensor=tensor.name, found=tensor.dtype, need=" or ".join(allowed)
+            "unexpected dtype",
+            file=tensor.file,
+            tensor=tensor.name,
+            found=tensor.dtype,
+            need=" or ".join(allowed),
+            do=AS_WRITTEN,
         )
 
 
@@ -151,7 +160,7 @@ def number(config: Mapping[str, Any], key: str, file: str) -> int | None:
     """A whole number of a configuration, None where it says nothing. Raises UnsupportedError."""
     value = config.get(key)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise UnsupportedError(f"{key} is not a number", file=file, found=repr(value)[:80])
+        raise UnsupportedError(f"{key} is not a number", file=file, found=repr(value)[:80], do=RIGHT_LABELS)
     return value
 
 
@@ -159,7 +168,7 @@ def texts(config: Mapping[str, Any], key: str, file: str) -> list[str]:
     """A list of texts of a configuration, empty where it says nothing. Raises UnsupportedError."""
     value = config.get(key)
     if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-        raise UnsupportedError(f"{key} is not a list of texts", file=file, found=repr(value)[:80])
+        raise UnsupportedError(f"{key} is not a list of texts", file=file, found=repr(value)[:80], do=RIGHT_LABELS)
     return value or []
 
 
@@ -167,7 +176,7 @@ def table(config: Mapping[str, Any], key: str, file: str) -> Mapping[str, Any]:
     """A table of a configuration, empty where it says nothing. Raises UnsupportedError."""
     value = config.get(key)
     if not isinstance(value, Mapping | None):
-        raise UnsupportedError(f"{key} is not a table", file=file, found=repr(value)[:80])
+        raise UnsupportedError(f"{key} is not a table", file=file, found=repr(value)[:80], do=RIGHT_LABELS)
     return value or {}
 
 
@@ -185,6 +194,7 @@ def as_published(checkpoint: Checkpoint, tensor: Tensor) -> None:
             tensor=tensor.name,
             found=checkpoint.memo["reordered"],
             need="the checkpoint as its quantiser published it",
+            do="get that one, or export the model again",
         )
 
 

@@ -225,7 +225,13 @@ def _element(members: Mapping[str, Tensor], bits: int, zero: Array | None) -> El
     if name is None:
         packed = members["weight_packed"]
         kind = "symmetric" if zero is None else "asymmetric"
-        raise UnsupportedError(f"{kind} codes of {bits} bits are not ours", file=packed.file, tensor=packed.name)
+        raise UnsupportedError(
+            f"{kind} codes of {bits} bits are not ours",
+            file=packed.file,
+            tensor=packed.name,
+            need=f"{', '.join(str(b) for b, names in ELEMENT_NAMES.items() if names[zero is not None])} bits",
+            do="quantise it to one of these",
+        )
     return ELEMENTS[name]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import checks, targets
-from .errors import UnsupportedError
+from .errors import RIGHT_LABELS, UnsupportedError
 from .strict_json import shown
 
 if TYPE_CHECKING:
@@ -59,7 +59,13 @@ def check_formats(checkpoint: Checkpoint) -> None:
     each = [group.get("format") for group in groups if isinstance(group, Mapping)]
     for name in (config.get("format"), *each, checks.table(config, "sparsity_config", file).get("format")):
         if name is not None and name not in FORMATS:
-            raise UnsupportedError("unknown compressor format", file=file, found=repr(name), need=", ".join(FORMATS))
+            raise UnsupportedError(
+                "unknown compressor format",
+                file=file,
+                found=repr(name),
+                need=", ".join(FORMATS),
+                do="save it in one of these",
+            )
 
 
 def check_targets(checkpoint: Checkpoint, quantised: Mapping[str, Any]) -> None:
@@ -143,5 +149,6 @@ def _block(weights: Mapping[str, Any], file: str) -> tuple[int, int] | None:
     except (TypeError, ValueError):
         rows = channels = 0
     if not (0 < rows <= checks.MAX_EXTENT and 0 < channels <= checks.MAX_EXTENT):
-        raise UnsupportedError("block_structure is no pair of sizes", file=file, found=shown(repr(structure)))
+        found = shown(repr(structure))
+        raise UnsupportedError("block_structure is no pair of sizes", file=file, found=found, do=RIGHT_LABELS)
     return rows, channels

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import checks
 from .container import Checkpoint, Tensor
-from .errors import CorruptError, UnsupportedError
+from .errors import AS_WRITTEN, CorruptError, UnsupportedError
 
 PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "bias")
 UNPACKED = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "bias")
@@ -47,7 +47,7 @@ def checked(checkpoint: Checkpoint, module: str) -> dict[str, Tensor]:
                 tensor=tensor.name,
                 found=list(tensor.shape),
                 need=f"{max(ranks)}",
-                do="stacked experts must be stored one by one" if len(tensor.shape) == 3 else None,
+                do="stacked experts must be stored one by one" if len(tensor.shape) == 3 else AS_WRITTEN,
             )
     return members
 

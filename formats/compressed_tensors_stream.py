@@ -93,6 +93,7 @@ def _by_version(version: str, bits: int, where: dict[str, Any]) -> str:
         **where,
         found=f"version {version!r} in the configuration",
         need="at most 0.12 (codes a word) or at least 0.19 (dense)",
+        do="set version there to the writer's",
     )
 
 

@@ -133,7 +133,8 @@ def open_checkpoint(path: str | os.PathLike[str], options: Options | None = None
             raise UnsupportedError("not safetensors", file=path, do=PICKLE_ADVICE)
         if path.suffix.lower() != WEIGHTS and not is_model(path):
             kinds = ", ".join((WEIGHTS, *READERS))
-            raise UnsupportedError("no model", file=path, need=f"a file of {kinds}, or a directory of {WEIGHTS} files")
+            need = f"a file of {kinds}, or a directory of {WEIGHTS} files"
+            raise UnsupportedError("no model", file=path, need=need, do="name one of these")
         _add(checkpoint, path)
         if ARTIFACT not in checkpoint.metadata:
             _configure_file(checkpoint)
@@ -237,7 +238,7 @@ def _no_weights(directory: Path, listing: list[str]) -> UnsupportedError:
         "no .safetensors in this directory",
         file=directory,
         found=", ".join(others[:3]) or None,
-        do=PICKLE_ADVICE if pickled else f"name {others[0]} itself" if others else None,
+        do=PICKLE_ADVICE if pickled else f"name {others[0]} itself" if others else "name what holds the weights",
     )
 
 
@@ -247,7 +248,7 @@ def _index(directory: Path, listing: list[str]) -> str | None:
     if f"model{INDEX}" in found:
         return f"model{INDEX}"
     if len(found) > 1:
-        raise UnsupportedError("several indexes", file=directory, found=", ".join(found), need="one model a directory")
+        raise UnsupportedError("several indexes", file=directory, found=", ".join(found), do="keep one of them there")
     return found[0] if found else None
 
 

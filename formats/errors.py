@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from os import PathLike
 
+AS_WRITTEN = "convert the checkpoint as the tool that quantised it wrote it"
+RIGHT_LABELS = "correct it, or get the configuration that belongs to this file"
+AGAIN = "convert the source again"
+"""What to do, where several places have the same to say."""
+
 
 def printable(text: object) -> str:
     """``text`` with control characters escaped, so a hostile tensor name cannot drive a terminal."""

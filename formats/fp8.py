@@ -29,7 +29,7 @@ from . import checks, fp8_scales, fp8_weights
 from .bits import has_masked
 from .canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTensor, from_shards, grid_shape, per_shard
 from .container import Checkpoint, Tensor
-from .errors import CorruptError, UnsupportedError
+from .errors import AS_WRITTEN, RIGHT_LABELS, CorruptError, UnsupportedError
 from .fp8_weights import Weights
 from .moves import BYTES
 from .stream import STEP, Blocks, Stream, hollow, whole
@@ -261,6 +261,7 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
             tensor=weight.name,
             found=", ".join(t.name for t in found) or None,
             need=" or ".join(s[1:] for s in names.scales),
+            do="remove what does not count" if found else AS_WRITTEN,
         )
     (scale,) = found
     checks.dtype(scale, *(d for d in SCALES if d != "U8" or label.get("scale_fmt") == "ue8m0"))
@@ -274,7 +275,8 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
     checks.bias(bias, weight, lead, n)
     zero = tensors.get(f"{module}.weight_zero_point")
     if zero is not None:
-        checks.refuse_any(zero, zero.array() != 0, "zero points beside FP8 codes", "all of them 0")
+        points = zero.array()
+        checks.refuse_any(zero, points != 0, "zero points beside FP8 codes", "all of them 0", values=points)
     block, shards = fp8_scales.block(checkpoint, module, weight, scale)
     return Parts(
         weights=weights,
@@ -297,7 +299,8 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
 
 def _check_type(weight: Tensor, label: Mapping[str, Any]) -> None:
     if weight.dtype != E4M3:
-        raise UnsupportedError(OTHERS[weight.dtype], file=weight.file, tensor=weight.name, need=E4M3)
+        do = f"quantise it to {E4M3}"
+        raise UnsupportedError(OTHERS[weight.dtype], file=weight.file, tensor=weight.name, need=E4M3, do=do)
     for key in ("fmt", "format", "checkpoint_format"):
         if any(other in str(label.get(key)).lower() for other in ("fnuz", "e5m2")):
             raise UnsupportedError(
@@ -306,4 +309,5 @@ def _check_type(weight: Tensor, label: Mapping[str, Any]) -> None:
                 tensor=weight.name,
                 found=f"{key} {label[key]!r} and dtype {weight.dtype}",
                 need="e4m3fn",
+                do=RIGHT_LABELS,
             )

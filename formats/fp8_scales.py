@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from . import checks
 from .canonical import grid_shape
 from .container import Checkpoint, Tensor
-from .errors import CorruptError, UnsupportedError
+from .errors import RIGHT_LABELS, CorruptError, UnsupportedError
 from .strict_json import shown
 
 Array = NDArray[Any]
@@ -51,7 +51,7 @@ def divides(scale: Tensor, values: Array, checkpoint: Checkpoint) -> bool:
             do="say --scale-convention multiply or divide",
         )
     if divide:
-        checks.refuse_any(scale, values == 0, "a divisor is zero", "none")
+        checks.refuse_any(scale, values == 0, "a divisor is zero", "none", "--scale-convention multiply, if it is none")
     return divide
 
 
@@ -85,6 +85,7 @@ def block(checkpoint: Checkpoint, module: str, weight: Tensor, scale: Tensor) ->
             tensor=scale.name,
             found=list(scale.shape),
             need="weight_block_size in config.json",
+            do="add it there",
         )
     if readings[0] == (DEFAULT_BLOCK, ()) and not declared:
         checkpoint.note("", "blocks of 128 x 128 are assumed for FP8 scales: no label names their size")
@@ -115,5 +116,7 @@ def _declared(checkpoint: Checkpoint, weight: Tensor) -> tuple[list[tuple[int, i
         blocks = [(0, 0)]
     if any(min(b) < 1 or max(b) > checks.MAX_EXTENT for b in blocks):
         need = f"1 to {checks.MAX_EXTENT}"
-        raise CorruptError("a block size is no pair of sizes", file=weight.file, found=shown(sizes), need=need)
+        raise CorruptError(
+            "a block size is no pair of sizes", file=weight.file, found=shown(sizes), need=need, do=RIGHT_LABELS
+        )
     return list(dict.fromkeys(blocks)), sizes[0] is not None

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .container import Checkpoint, Tensor
-from .errors import CorruptError, UnsupportedError
+from .errors import AS_WRITTEN, CorruptError, UnsupportedError
 
 Array = NDArray[Any]
 
@@ -115,7 +115,8 @@ def apart(checkpoint: Checkpoint, module: str) -> Weights:
     for tensor in found.values():
         bias = tensor.name.removesuffix("weight") + "bias"
         if bias in checkpoint.tensors:
-            raise UnsupportedError("experts that have a bias and one scale for all", file=tensor.file, tensor=bias)
+            what, do = "experts that have a bias and one scale for all", "store a scale beside each expert's weight"
+            raise UnsupportedError(what, file=tensor.file, tensor=bias, do=do)
         if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or len(tensor.shape) != 2:
             error = CorruptError if tensor.dtype == first.dtype else UnsupportedError
             raise error(
@@ -124,6 +125,7 @@ def apart(checkpoint: Checkpoint, module: str) -> Weights:
                 tensor=tensor.name,
                 found=f"{tensor.dtype} {list(tensor.shape)}",
                 need=f"a matrix {first.dtype} {list(first.shape)}, as {first.name}",
+                do=AS_WRITTEN,
             )
     (n, k), nbytes = first.shape, sum(tensor.nbytes for tensor in found.values())
     whole = Tensor(module, first.dtype, (experts, each * n, k), first.file, first.offset, nbytes, first.state)

@@ -195,7 +195,9 @@ def _check_factors(tensor: Tensor, level: Level) -> None:
     elif level.dtype == "e8m0":
         checks.refuse_any(tensor, raw == 255, "scales of 255 are NaN", "0 to 254")
     elif level.dtype == "e4m3":
-        checks.refuse_any(tensor, raw > 0x7E, "block scales are NaN or negative", "bytes 0x00 to 0x7E")
+        checks.refuse_any(
+            tensor, raw > 0x7E, "block scales are NaN or negative", "bytes 0x00 to 0x7E", values=level.data
+        )
 
 
 def _is_reordered(checkpoint: Checkpoint, module: str) -> bool:

@@ -123,7 +123,8 @@ def _parts(path: Path) -> dict[Path, Header]:
     total = sum(len(h.tensors) for h in parts.values())
     promised = header.values.get("split.tensors.count", total)
     if promised != total:
-        raise CorruptError("a split set without all its tensors", file=path, found=total, need=promised)
+        do = "get all parts again, from one place"
+        raise CorruptError("a split set without all its tensors", file=path, found=total, need=promised, do=do)
     return parts
 
 
@@ -135,6 +136,7 @@ def _check_part(path: Path, header: Header, number: int, count: int) -> Header:
             file=path,
             found=f"split.no {found[0]}, split.count {found[1]}",
             need=f"{number} and {count}",
+            do="give the parts their names back",
         )
     return header
 
@@ -174,13 +176,15 @@ def rebuild(path: Path, artifact: Checkpoint, entries: Sequence[Entry]) -> None:
         raise CorruptError("the key-values of the model are missing", file=file, do="put them back there")
     kept = b"" if header.tensors or header.trailing else file.read_bytes()
     if hashlib.sha256(kept).hexdigest() != source.get("key_values"):
-        raise CorruptError("not the key-values that the artifact was made with", file=file)
+        do = "put back the file that the conversion wrote there"
+        raise CorruptError("not the key-values that the artifact was made with", file=file, do=do)
     ids = {name: (number, size, nbytes) for number, (name, size, nbytes) in type_sizes().items()}
     named, infos, offset = types(source), [], 0
     for entry in entries:
         kind = named.get(entry.name, entry.dtype)
         if kind not in ids:
-            raise UnsupportedError("a type GGUF has no name for", file=artifact.path, tensor=entry.name, found=kind)
+            what, do = "a type GGUF has no name for", "unpack it to a .safetensors file or a directory"
+            raise UnsupportedError(what, file=artifact.path, tensor=entry.name, found=kind, do=do)
         number, size, block = ids[kind]
         *lead, row = entry.shape or (1,)
         columns = row if kind in NATIVE else row // block * size

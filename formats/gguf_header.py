@@ -107,7 +107,7 @@ def read_header(path: Path) -> Header:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise UnsupportedError("not a regular file", file=path, need="a .gguf file")
+            raise UnsupportedError("not a regular file", file=path, need="a .gguf file", do="name the file itself")
         with open(path, "rb") as f:
             now = state(f)
             _check_head(path, f.read(impostors.HEAD))
@@ -138,7 +138,9 @@ def _check_head(path: Path, head: bytes) -> int:
             "a big-endian file", file=path, need="little endian", do="convert it with gguf-convert-endian"
         )
     if version not in VERSIONS:
-        raise UnsupportedError("unknown GGUF version", file=path, found=version, need="2 or 3")
+        raise UnsupportedError(
+            "unknown GGUF version", file=path, found=version, need="2 or 3", do="convert the model again with llama.cpp"
+        )
     return version
 
 
@@ -152,7 +154,8 @@ class _Parser:
         count = self._count("tensors", LEAST_TENSOR)
         pairs = self._count("key-values", LEAST_PAIR)
         if count > MAX_TENSORS:
-            raise UnsupportedError("too many tensors", file=self.path, found=count, need=f"<= {MAX_TENSORS}")
+            need = f"<= {MAX_TENSORS}"
+            raise UnsupportedError("too many tensors", file=self.path, found=count, need=need, do="split it in files")
         values: dict[str, Any] = {}
         spans = {}
         for _ in range(pairs):
@@ -190,7 +193,13 @@ class _Parser:
         """Raise UnsupportedError when key-values that go on for ``length`` more bytes would be too long."""
         if self.at + length > MAX_PAIRS:
             found = f"{self.at + length} bytes and more"
-            raise UnsupportedError("too many key-values", file=self.path, found=found, need=f"<= {MAX_PAIRS}")
+            raise UnsupportedError(
+                "too many key-values",
+                file=self.path,
+                found=found,
+                need=f"<= {MAX_PAIRS}",
+                do="get the file again, or remove the longest with gguf-new-metadata",
+            )
 
     def _count(self, what: str, least: int) -> int:
         count: int = self._take(SCALARS[11], "a count")
@@ -237,7 +246,8 @@ class _Parser:
         kind = self._take(SCALARS[U32], f"the type of {key}")
         count = self._take(LENGTH, f"the length of {key}")
         if kind == ARRAY:
-            raise UnsupportedError("an array of arrays", file=self.path, found=shown(key), need="plain arrays")
+            do = "get the file again, or remove it with gguf-new-metadata"
+            raise UnsupportedError("an array of arrays", file=self.path, found=shown(key), need="plain arrays", do=do)
         if kind != STRING and kind not in SCALARS:
             raise CorruptError("unknown type of a value", file=self.path, found=f"{kind} for {shown(key)}", need="0-12")
         size = LENGTH.size if kind == STRING else SCALARS[kind].size

@@ -26,7 +26,7 @@ from . import checks, gptq_config, gptq_marlin, gptq_zeros
 from .canonical import ELEMENTS, Outline, QuantTensor
 from .checks import full_name
 from .container import Checkpoint, Tensor
-from .errors import UnsupportedError
+from .errors import AS_WRITTEN, RIGHT_LABELS, UnsupportedError
 from .fragment import TILES
 from .gptq_config import METHODS, Label, is_marlin, method
 from .gptq_members import INDICES, MEMBERS, TILED, WORDS, check_columns, checked, disagree
@@ -215,12 +215,14 @@ def _tiled(members: dict[str, Tensor], label: Label, say: Say) -> Linear:
     n, k, groups = extents
     bits = gptq_marlin.BITS
     if label.sym is False or any(b != bits for b in label.bits):
-        who = "--bits says" if label.sym is not False and "bits" in label.switched else "the label says"
-        raise UnsupportedError(f"Marlin tiles hold symmetric 4-bit codes, {who} otherwise", **where)
+        switch = label.sym is not False and "bits" in label.switched
+        who, do = ("--bits says", "leave it out") if switch else ("the label says", RIGHT_LABELS)
+        raise UnsupportedError(f"Marlin tiles hold symmetric 4-bit codes, {who} otherwise", **where, do=do)
     switched = "group_size" in label.switched
     group = group_size(k, groups, None, label.group_size, say, **where, switched=switched)
     if group not in (gptq_marlin.GROUP, k):
-        raise UnsupportedError("no such Marlin checkpoint", found=f"group size {group}", need="128 or -1", **where)
+        found = f"group size {group}"
+        raise UnsupportedError("no such Marlin checkpoint", found=found, need="128 or -1", do=AS_WRITTEN, **where)
     if not label.found:
         say("assumed symmetric 4-bit codes, as Marlin tiles are")
     source = {"checkpoint_format": "marlin"}

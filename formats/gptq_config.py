@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UnsupportedError, UsageError
+from .errors import RIGHT_LABELS, UnsupportedError, UsageError
 from .options import CHOICES, Options
 from .patterns import matcher
 
@@ -103,23 +103,41 @@ def label(config: Mapping[str, Any], options: Options, module: str, file: str) -
     bits = _said(options.bits, settings, overrides, "bits", file)
     for b in bits:
         if b not in BITS:
-            raise UnsupportedError(_strange(b), file=file, tensor=module, found=f"bits {b}", need="bits 2, 3, 4 or 8")
+            raise UnsupportedError(
+                _strange(b),
+                file=file,
+                tensor=module,
+                found=f"bits {b}",
+                need="bits 2, 3, 4 or 8",
+                do="quantise it to one of these; if the label is wrong, correct it",
+            )
     group_size = _said(options.group_size, settings, overrides, "group_size", file)
     for g in group_size:
         if g < 1 and g != -1:
             raise UnsupportedError(
-                "no such group size", file=file, tensor=module, found=g, need="-1 or a positive number"
+                "no such group size", file=file, tensor=module, found=g, need="-1 or more than 0", do=RIGHT_LABELS
             )
     sym = settings.get("sym")
     if sym is not None and not isinstance(sym, bool):
-        raise UnsupportedError("sym is not true or false", file=file, tensor=module, found=repr(sym))
+        raise UnsupportedError("sym is not true or false", file=file, tensor=module, found=repr(sym), do=RIGHT_LABELS)
     # No switch can settle this one: the order of the bits is another, the shapes are the same.
     if PLANAR in (settings.get("checkpoint_format"), settings.get("format")):
-        raise UnsupportedError("codes are stored in planes", file=file, tensor=module, found=f"format {PLANAR!r}")
+        raise UnsupportedError(
+            "codes are stored in planes",
+            file=file,
+            tensor=module,
+            found=f"format {PLANAR!r}",
+            need=" or ".join(CONVENTIONS),
+            do="save it again in one of these",
+        )
     pack_dtype = settings.get("pack_dtype")
     if pack_dtype not in (None, "int32", "torch.int32"):
         raise UnsupportedError(
-            "codes are packed in other words than ours", file=file, found=f"pack_dtype {pack_dtype!r}", need="int32"
+            "codes are packed in other words than ours",
+            file=file,
+            found=f"pack_dtype {pack_dtype!r}",
+            need="int32",
+            do="pack the model in these",
         )
     return Label(
         bits=bits,
@@ -147,7 +165,7 @@ def _said(
     value = settings.get(key)
     if value is not None and (option is None or key in overrides):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise UnsupportedError(f"{key} is not a number", file=file, found=repr(value))
+            raise UnsupportedError(f"{key} is not a number", file=file, found=repr(value), do=RIGHT_LABELS)
         said.append(value)
     return tuple(said)
 
@@ -171,6 +189,7 @@ def _convention(settings: Mapping[str, Any], file: str) -> str | None:
                 file=file,
                 found=f"checkpoint_format {value!r}",
                 need=", ".join(CONVENTIONS),
+                do="--checkpoint-format says how zeros are stored",
             )
         return str(value)
     packing = settings.get("packing_format")
@@ -212,7 +231,8 @@ def _rule(config: Mapping[str, Any], module: str, file: str) -> tuple[str, Mappi
 def _table(config: Mapping[str, Any], key: str, file: str) -> Mapping[str, Any]:
     table = config.get(key) or {}
     if not isinstance(table, Mapping):
-        raise UnsupportedError(f"{key} is not a table of rules", file=file, found=type(table).__name__)
+        found = type(table).__name__
+        raise UnsupportedError(f"{key} is not a table of rules", file=file, found=found, do=RIGHT_LABELS)
     return table
 
 

@@ -107,7 +107,11 @@ def _no_width(shapes: Shapes, label: Label, file: str, tensor: str) -> Unsupport
     planar = [bits for bits in (5, 6, 7) if shapes.fit(bits)]
     if planar and k is not None:
         return UnsupportedError(
-            f"{planar[0]}-bit GPTQ is stored in planes", file=file, tensor=tensor, need="bits 2, 3, 4 or 8"
+            f"{planar[0]}-bit GPTQ is stored in planes",
+            file=file,
+            tensor=tensor,
+            need="bits 2, 3, 4 or 8",
+            do="quantise it to one of these",
         )
     if k is not None and label.bits and k * label.bits[0] % 32:
         return CorruptError(

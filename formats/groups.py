@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import CorruptError, UnsupportedError
+from .errors import AS_WRITTEN, CorruptError, UnsupportedError
 
 Array = NDArray[Any]
 
@@ -50,7 +50,12 @@ def group_size(
     for size in said:
         if size < 1 and size != -1:
             raise UnsupportedError(
-                "no such group size", file=file, tensor=tensor, found=size, need="-1 or a positive number"
+                "no such group size",
+                file=file,
+                tensor=tensor,
+                found=size,
+                need="-1 or a positive number",
+                do="--group-size says which is true",
             )
     if not 0 < groups <= k:
         raise CorruptError(
@@ -117,6 +122,7 @@ def measured_group(g_idx: Array, groups: int, file: str, tensor: str) -> int:
             tensor=tensor,
             found=f"{sizes[at]} in group {at}, {sizes[0]} in group 0",
             need="equal sizes, only the last may be smaller",
+            do=AS_WRITTEN,
         )
     return int(sizes[0])
 

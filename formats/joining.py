@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, from_shards
+from .canonical import ELEMENTS, Element, Level, Outline, QuantTensor, from_shards, scale_words
 from .stream import Blocks, Stream, hollow
 
 Array = NDArray[Any]
@@ -48,7 +48,7 @@ STACKED = (
 
 
 def _listed(levels: Iterable[tuple[str, Block]], *, block_n: bool = True) -> str:
-    return " x ".join(f"{dtype} per {f'{bn} x ' if block_n else ''}{bk}" for dtype, (bn, bk) in levels)
+    return " x ".join(f"{scale_words(dtype)} per {f'{bn} x ' if block_n else ''}{bk}" for dtype, (bn, bk) in levels)
 
 
 def _differ(qs: Named, facts: Iterable[tuple[str, Callable[[Outline], object]]]) -> str | None:

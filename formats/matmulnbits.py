@@ -29,7 +29,7 @@ from . import checks, groups
 from .bits import pack_ragged, unpack_ragged
 from .canonical import ELEMENTS, Outline, QuantTensor
 from .container import Checkpoint, Tensor
-from .errors import CorruptError, UnsupportedError
+from .errors import AS_WRITTEN, CorruptError, UnsupportedError
 from .linear import Linear
 from .rows import unpack_columns
 from .stream import Stream, whole
@@ -93,7 +93,8 @@ def _matched(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
         first = by_b.setdefault(b, node)
         if first is not node:
             if there and (inputs, node["attributes"]) != (_inputs(first), first["attributes"]):
-                raise UnsupportedError("two nodes read it in two ways", file=checkpoint.path, tensor=b)
+                do = "give each node its own"
+                raise UnsupportedError("two nodes read it in two ways", file=checkpoint.path, tensor=b, do=do)
             continue
         module = _name(b)
         module = b if module in found else module
@@ -144,6 +145,7 @@ def _check_domain(checkpoint: Checkpoint, node: Mapping[str, Any]) -> None:
             tensor=_inputs(node).get("B"),
             found=domain,
             need=f"domain {DOMAIN}",
+            do="export the model again with ONNX Runtime's quantiser",
         )
 
 
@@ -229,13 +231,15 @@ def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     members = {role: checkpoint.tensors[name] for role, name in names.items() if name in checkpoint.tensors}
     for role, name in names.items():
         if role not in members:
-            raise UnsupportedError(f"{role} is computed at run time", file=checkpoint.path, tensor=name)
+            do = "make it an initializer, by constant folding"
+            raise UnsupportedError(f"{role} is computed at run time", file=checkpoint.path, tensor=name, do=do)
     if "scales" not in members:
         raise CorruptError(f"module {module!r} is incomplete", file=checkpoint.path, tensor=names["B"], need="scales")
     b = members["B"]
     n, k, block, bits = (_attribute(node, b, key) for key in ("N", "K", "block_size", "bits"))
     if bits not in ELEMENT_NAMES:
-        raise UnsupportedError("unknown bits", file=b.file, tensor=b.name, found=bits, need="2, 4 or 8")
+        do = "quantise it to one of these"
+        raise UnsupportedError("unknown bits", file=b.file, tensor=b.name, found=bits, need="2, 4 or 8", do=do)
     if not _sound(block, k):
         raise CorruptError(
             "no such block_size",
@@ -265,7 +269,12 @@ def _linear(checkpoint: Checkpoint, module: str) -> Linear:
         size = groups.measured_group(g_idx[:k], blocks, file, members["g_idx"].name)
         if size != min(block, k):
             raise UnsupportedError(
-                "groups are not blocks", file=file, tensor=members["g_idx"].name, found=size, need=min(block, k)
+                "groups are not blocks",
+                file=file,
+                tensor=members["g_idx"].name,
+                found=size,
+                need=min(block, k),
+                do=AS_WRITTEN,
             )
         perm = groups.order(g_idx[:k], size)
         _check_order(checkpoint, module, b, bits, perm is not None and zero is not None)
@@ -284,7 +293,10 @@ def _check_order(checkpoint: Checkpoint, module: str, b: Tensor, bits: int, zero
     """Where ONNX Runtime's kernels part from the operator's definition (seen in 1.32, CPU)."""
     if bits == 2:
         raise UnsupportedError(
-            "2-bit codes with g_idx: the runtime's kernels do not agree on their meaning", file=b.file, tensor=b.name
+            "2-bit codes with g_idx: the runtime's kernels do not agree on their meaning",
+            file=b.file,
+            tensor=b.name,
+            do="quantise it without act-order, or to 4 bits",
         )
     if zeros:
         checkpoint.note(

@@ -203,6 +203,7 @@ def _parts(checkpoint: Checkpoint, module: str) -> Parts:
             tensor=packed.name,
             found=f"ModelOpt's export of stacked experts, {list(packed.shape)}",
             need="_blocks and _scales as gpt-oss publishes them",
+            do="export one module an expert",
         )
     plain = tensors.get(packed.name[: -len("_blocks")])
     if names.blocked and plain is not None:

@@ -124,7 +124,7 @@ def stream(checkpoint: Checkpoint, module: str) -> Stream:
     p, factor = _parts(checkpoint, module)
     scales = p.scale.array()
     wrong = scales.view(np.uint8) > LARGEST
-    checks.refuse_any(p.scale, wrong, "block scales are NaN or negative", "bytes 0x00 to 0x7E")
+    checks.refuse_any(p.scale, wrong, "block scales are NaN or negative", "bytes 0x00 to 0x7E", values=scales)
     return p.stream(Level(scales, (1, GROUP)), factor)
 
 
@@ -155,6 +155,7 @@ def _parts(checkpoint: Checkpoint, module: str) -> tuple[Parts, Level]:
             tensor=module,
             found=f"ModelOpt's export of stacked experts, {list(tensors[module].shape)}",
             need="one module an expert, or [E, n, k / 2]",
+            do="export the model so",
         )
     packed, *rest = _packed(checkpoint, module)
     kind, *both = _globals(checkpoint, module)
@@ -166,6 +167,7 @@ def _parts(checkpoint: Checkpoint, module: str) -> tuple[Parts, Level]:
             tensor=module,
             found=" and ".join(t.name for t in (packed, *rest)) if rest else " and ".join((kind, *both)),
             need="weight_scale_2 (a multiplier) or weight_global_scale (a divisor), and one packed weight",
+            do="remove what does not count",
         )
     kept = checks.kept({s[1:]: tensors[module + s] for s in KEPT if module + s in tensors})
     lead, n, k = nibbles.extents(packed, kept.get("weight_shape"))
@@ -194,7 +196,8 @@ def _whole(
         )
     with np.errstate(invalid="ignore"):
         wrong = ~(np.isfinite(stored) & (stored > 0))
-    checks.refuse_any(tensor, wrong.reshape(tensor.shape), "a global scale is zero, negative, infinite or NaN", "none")
+    wrong, what = wrong.reshape(tensor.shape), "a global scale is zero, negative, infinite or NaN"
+    checks.refuse_any(tensor, wrong, what, "finite numbers above 0", values=stored)
     source: dict[str, Any] = {"global": kind, "global_shape": list(tensor.shape)}
     factors = stored
     if said == "divide" or (said is None and GLOBALS[kind]):
@@ -202,7 +205,9 @@ def _whole(
         limits = np.finfo(np.float32)
         exact = 1 / stored.astype(np.float64)
         none = (exact < limits.tiny) | (exact > limits.max)
-        checks.refuse_any(tensor, none.reshape(tensor.shape), "a divisor has no float32 reciprocal", "2^-127 to 2^126")
+        none, what = none.reshape(tensor.shape), "a divisor has no float32 reciprocal"
+        do = "--scale-convention multiply, if it is none"
+        checks.refuse_any(tensor, none, what, "2^-127 to 2^126", do, values=stored)
         factors = exact.astype(np.float32)
     if stored.size == experts * parts and parts > 1:
         return from_shards(factors.reshape(*lead, parts, 1), shards, k), source

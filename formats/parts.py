@@ -19,7 +19,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from .canonical import ELEMENTS, Element, Outline, widened
-from .errors import CorruptError
+from .errors import AGAIN, CorruptError
 from .joining import asymmetric, cut, with_zeros, without_zeros
 from .stream import Stream, recoded
 
@@ -153,7 +153,9 @@ def unpacked(stream: Stream, part: Part, file: Path, residue: Mapping[str, Array
         found = without_zeros(stream, ELEMENTS[part.symmetric])
         if found is None:
             need = f"those of {part.symmetric}"
-            raise CorruptError("zero points of a symmetric part are others", file=file, tensor=part.name, need=need)
+            raise CorruptError(
+                "zero points of a symmetric part are others", file=file, tensor=part.name, need=need, do=AGAIN
+            )
         stream = found
     source = dict(part.source)
     narrow = source.pop(NARROW, None)
@@ -176,6 +178,7 @@ def _in_range(stream: Stream, name: str, file: Path) -> Stream:
                 tensor=name,
                 found=int(codes.max()),
                 need=f"< {2**element.bits}, as {element.name}",
+                do=AGAIN,
             )
         return codes
 

@@ -36,6 +36,7 @@ MAX_ESCAPE = 12  # bytes of one escaped character, a surrogate pair
 MAX_EXPLAINED = 16 << 20
 LONG_LIST = re.compile(rb"\[[\d,\s]{65536}")  # the package's parser takes 40 bytes of memory for each number
 METADATA = "__metadata__"
+SMALLER = "write more, smaller shards"
 KEYS = {"dtype", "shape", "data_offsets"}
 
 
@@ -91,7 +92,9 @@ def _header(path: Path) -> tuple[bytes, State]:
     """The header's bytes and the file's state. Only regular files are opened: a pipe would never answer."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise UnsupportedError("not a regular file", file=path, need="a .safetensors file")
+            raise UnsupportedError(
+                "not a regular file", file=path, need="a .safetensors file", do="name the file itself"
+            )
         with open(path, "rb") as f:
             now, head = state(f), f.read(HEAD)
             length = int.from_bytes(head[:8], "little")
@@ -137,7 +140,8 @@ def _gate(path: Path, text: bytes) -> CorruptError | None:
             raise refusal from None
         return refusal
     if len(names) > MAX_TENSORS:
-        raise UnsupportedError("too many tensors for one file", file=path, found=len(names), need=f"<= {MAX_TENSORS}")
+        need = f"<= {MAX_TENSORS}"
+        raise UnsupportedError("too many tensors for one file", file=path, found=len(names), need=need, do=SMALLER)
     strings = sum(map(len, names)) + sum(len(key) + len(text) for key, text in metadata.items())
     most = MAX_ESCAPE * strings + MAX_ROW * (len(names) + len(metadata) + 1)
     if len(text) > most:
@@ -175,7 +179,12 @@ def _tensor(name: str, entry: object, path: Path, start: int, now: State | None)
         raise corrupt("the dtype is not a string", strict_json.kind(dtype), "a name")
     if dtype not in DTYPES:
         raise UnsupportedError(
-            "unknown dtype", file=path, tensor=shown(name, 200), found=shown(dtype), need=", ".join(DTYPES)
+            "unknown dtype",
+            file=path,
+            tensor=shown(name, 200),
+            found=shown(dtype),
+            need=", ".join(DTYPES),
+            do="save the tensor as one of these",
         )
     for what, value in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(value, list) or not all(type(v) is int and 0 <= v < 2**63 for v in value):
@@ -184,7 +193,12 @@ def _tensor(name: str, entry: object, path: Path, start: int, now: State | None)
         raise corrupt("data_offsets is not a range", offsets, "[begin, end]")
     if len(shape) > MAX_DIMS:
         raise UnsupportedError(
-            "too many dimensions", file=path, tensor=shown(name, 200), found=len(shape), need=f"<= {MAX_DIMS}"
+            "too many dimensions",
+            file=path,
+            tensor=shown(name, 200),
+            found=len(shape),
+            need=f"<= {MAX_DIMS}",
+            do="save the tensor with fewer",
         )
     bits = prod(shape) * DTYPES[dtype][1]
     if bits >= 2**63 or (not bits and prod(d for d in shape if d) >= 2**56):
@@ -264,7 +278,7 @@ def _layout(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
             file=path,
             found=f"{len(text)} bytes",
             need=f"<= {MAX_HEADER}",
-            do="write more, smaller shards",
+            do=SMALLER,
         )
     return text
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from . import strict_json
 from .canonical import ELEMENTS, SCALE_DTYPES
 from .container import Checkpoint
-from .errors import CorruptError, UnsupportedError
+from .errors import AGAIN, CorruptError, UnsupportedError
 from .parts import is_entries, is_source, misplaced
 from .strict_json import shown
 from .tensor import dtype_name
@@ -115,11 +115,11 @@ def check_spec(file: Path, name: str, spec: object, layouts: Layouts) -> None:
     """
 
     if not isinstance(spec, dict):
-        raise CorruptError("the spec is not an object", file=file, tensor=name, found=strict_json.kind(spec))
+        raise CorruptError("the spec is not an object", file=file, tensor=name, found=strict_json.kind(spec), do=AGAIN)
 
     def corrupt(key: str, need: object) -> CorruptError:
         found = f"{shown(key)} = {shown(repr(spec[key]))}" if key in spec else f"no {key}"
-        return CorruptError("the spec is wrong", file=file, tensor=name, found=found, need=need)
+        return CorruptError("the spec is wrong", file=file, tensor=name, found=found, need=need, do=AGAIN)
 
     for key, value in spec.items():
         if key not in KEYS:
@@ -145,7 +145,7 @@ def check_spec(file: Path, name: str, spec: object, layouts: Layouts) -> None:
         raise corrupt(missing.args[0], KEYS[missing.args[0]][0]) from None
     reason = layout.accepts(outline)
     if reason is not None:
-        raise CorruptError("the layout cannot hold it", file=file, tensor=name, found=reason)
+        raise CorruptError("the layout cannot hold it", file=file, tensor=name, found=reason, do=AGAIN)
     derived = layout.spec(outline)
     for key in (*derived, *packed):
         if key not in derived or packed.get(key, derived) != derived[key]:
@@ -170,12 +170,17 @@ def check_tensors(checkpoint: Checkpoint, name: str, spec: Spec, layout: ModuleT
                 tensor=f"{name}.{suffix}",
                 found="nothing" if tensor is None else f"{tensor.dtype} {shown(list(tensor.shape))}",
                 need=f"{need[0]} {list(need[1])}",
+                do=AGAIN,
             )
     kept = [f"{RESIDUE}{suffix}" for suffix in spec.get("residue", ())]
     for suffix in kept:
         if f"{name}.{suffix}" not in checkpoint.tensors:
             raise CorruptError(
-                f"module {name} lost a tensor", file=checkpoint.path, tensor=f"{name}.{suffix}", found="nothing"
+                f"module {name} lost a tensor",
+                file=checkpoint.path,
+                tensor=f"{name}.{suffix}",
+                found="nothing",
+                do=AGAIN,
             )
     for suffix in layout.MEMBERS:
         if suffix not in promised and f"{name}.{suffix}" in checkpoint.tensors:
@@ -185,7 +190,9 @@ def check_tensors(checkpoint: Checkpoint, name: str, spec: Spec, layout: ModuleT
 
 def denied(checkpoint: Checkpoint, module: str, tensor: str) -> CorruptError:
     """The error for a tensor under a module's name that its spec says it does not have."""
-    return CorruptError(f"a tensor that the spec of module {module} denies", file=checkpoint.path, tensor=tensor)
+    return CorruptError(
+        f"a tensor that the spec of module {module} denies", file=checkpoint.path, tensor=tensor, do=AGAIN
+    )
 
 
 def check_perm(checkpoint: Checkpoint, name: str, spec: Spec) -> None:
@@ -197,5 +204,9 @@ def check_perm(checkpoint: Checkpoint, name: str, spec: Spec) -> None:
     padding = np.arange(k, len(perm))
     if not np.array_equal(np.sort(perm[:k]), np.arange(k)) or not np.array_equal(perm[k:], padding):
         raise CorruptError(
-            "not a permutation", file=checkpoint.path, tensor=tensor.name, need=f"0 to {k - 1} once each, then padding"
+            "not a permutation",
+            file=checkpoint.path,
+            tensor=tensor.name,
+            need=f"0 to {k - 1} once each, then padding",
+            do=AGAIN,
         )

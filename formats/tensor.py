@@ -112,6 +112,7 @@ class Tensor:
                 tensor=self.name,
                 found=f"{len(mapped)} bytes",
                 need=f"{self.offset + self.nbytes}",
+                do="wait until nothing writes to it, and begin again",
             )
         return np.frombuffer(mapped, np.uint8, self.nbytes, self.offset)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from ..formats.canonical import ELEMENTS
+from ..formats.canonical import ELEMENTS, scale_words
 from ..formats.errors import UnsupportedError
 from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
@@ -214,7 +214,7 @@ def check_supported(spec: Spec, device: Device, x_dtype: str) -> None:
         )
     known = scales.SCALES.get(spec["element"], ())
     if x_dtype not in X_DTYPES or spec["scale"] not in known:
-        found = f"{spec['element']} with {spec['scale']} scales, {x_dtype} activations"
+        found = f"{spec['element']} with {scale_words(spec['scale'])} scales, {x_dtype} activations"
         need = f"{' or '.join(known)} scales; {', '.join(X_DTYPES)} activations"
         raise UnsupportedError("no Marlin kernel for these types", found=found, need=need)
     if spec["k_padded"] > K_LIMIT:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from ..formats.canonical import SCALE_DTYPES
+from ..formats.canonical import SCALE_DTYPES, scale_words
 from ..formats.errors import UnsupportedError
 from . import mmq_hopper_plan as hopper
 from . import quantize
@@ -296,7 +296,7 @@ def _refused_scales(spec: Spec) -> str | None:
     if KINDS[spec["kind"]].scales:
         return None
     if spec["scale"] not in GRIDS:
-        return f"scales of {' or '.join(GRIDS)}, not {spec['scale']}"
+        return f"scales of {' or '.join(GRIDS)}, not {scale_words(spec['scale'])}"
     if spec["group"] != -1 and spec["scale_block"][1] % 128:
         return f"scales of a multiple of 128 k, not {spec['scale_block'][1]}"
     if spec["group"] == -1 and "global" in spec:

@@ -45,6 +45,16 @@ def test_imports_point_down(file):
             assert first not in DEVICE, f"{package} imports {name}"
 
 
+@pytest.mark.parametrize("file", [f for f in FILES if f.parent.name in ("formats", "convert")], ids=lambda f: f.name)
+def test_every_refusal_says_what_to_do(file):
+    """A file that lies has ``CorruptError.advice``, a request what it needs; what is not ours has a word of its own."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("UnsupportedError", "UsageError"):
+            said = {keyword.arg for keyword in node.keywords}
+            enough = {"do", "need"} if node.func.id == "UsageError" else {"do"}
+            assert said & enough, f"{file}:{node.lineno}: {ast.unparse(node)}"
+
+
 def test_the_converter_runs_without_any_device_package():
     forbidden = f"""
 import sys

@@ -40,6 +40,7 @@ def test_it_is_refused(row: Hostile, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code == row.code, err
     assert out.isascii()
     said = json.loads(out)["error"]
+    assert said["do"], err
     assert (said["exit_code"], f"error: {said['line']}\n") == (code, err)
     assert (err.count("\n"), err[-1]) == (1, "\n")
     assert err[:-1].isprintable(), err

@@ -42,7 +42,7 @@ def test_a_refused_checkpoint(capsys, make_directory, plain_tensors):
     assert (code, error["tensor"]) == (4, f"{K_PROJ}.g_idx")
     assert Path(error["file"]).name == "model.safetensors"
     assert (error["what"], error["found"]) == ("a channel's group is out of range", "1000000 at [5]")
-    assert (error["need"], error["do"]) == ("0 to 1", None)
+    assert (error["need"], error["do"]) == ("0 to 1", CorruptError.advice)
 
 
 COMMANDS = {
@@ -60,6 +60,7 @@ COMMANDS = {
     "fewer workers than none": (["verify", "{src}", "--workers", "-3"], 2, "no worker, no work"),
     "SRC as DST": (["gptq-to-marlin", "{src}", "{src}"], 2, "the destination is the source"),
     "another source": (["awq-to-marlin", "{src}"], 3, "no awq modules in it"),
+    "unpack of a checkpoint": (["unpack", "{src}", "there"], 3, "not converted yet"),
     "verify of a checkpoint": (["verify", "{src}"], 3, "not converted yet"),
 }  # fmt: skip
 

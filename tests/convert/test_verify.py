@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from cases import gptq_case
+from tiny import TINY, f32
 from warptile.convert import convert, verify
+from warptile.convert.cli import main
 from warptile.formats.container import open_checkpoint
-from warptile.formats.errors import VerifyError
+from warptile.formats.errors import UsageError, VerifyError
 
 
 @pytest.fixture
@@ -89,3 +91,21 @@ def test_a_lost_config_comes_back_from_the_metadata(pair):
     src, dst = pair
     (dst / "config.json").unlink()
     assert verify(dst, src).files == 2
+
+
+def test_an_artifact_is_no_source(pair, capsys):
+    src, dst = pair
+    with pytest.raises(UsageError, match="an artifact, not the checkpoint that one was made from; give --against that"):
+        verify(dst, dst)
+    assert main(["verify", str(src), "--against", str(dst)]) == 3
+    assert "not converted yet; convert it, or name what a conversion wrote" in capsys.readouterr().err
+
+
+def test_divisors_are_called_so(tmp_path, capsys):
+    src = TINY["fp8 blocks"].save(tmp_path / "model")
+    convert(src, tmp_path / "out", to="marlin", scale_convention="divide")
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert "f64 (1 / stored divisors)" in capsys.readouterr().out
+    other = TINY["fp8 blocks"].with_(weight_scale_inv=f32(2.5, 4, 5, 6, shape=(2, 2)))
+    with pytest.raises(VerifyError, match=r"scales\[0\], 1 / the divisors that are stored,: differs at .*need 0.4"):
+        verify(tmp_path / "out", other.save(tmp_path / "other"))

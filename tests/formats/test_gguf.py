@@ -246,7 +246,7 @@ def test_a_scale_that_is_no_number(tmp_path: Path) -> None:
         ),
         ("Q4_1", 3, 0xFE, "NaN or infinite"),
         ("MXFP4", 0, 255, r"scales of 255 are NaN; found 1 of 64, the first at \[1, 0\]; need 0 to 254"),
-        ("NVFP4", 1, 0x7F, r"NaN or negative; found 1 of 128, the first at \[1, 1\]; need bytes 0x00 to 0x7E"),
+        ("NVFP4", 1, 0x7F, r"NaN or negative; found 1 of 128, the first at \[1, 1\], is nan; need bytes 0x00 to 0x7E"),
         ("NVFP4", 3, 0x80, r"NaN or negative; found 1 of 128, the first at \[1, 3\]"),
     ],
 )  # fmt: skip

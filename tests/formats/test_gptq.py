@@ -710,7 +710,12 @@ BAD = {
     "bits in words": Bad(UnsupportedError, "bits is not a number", label={"bits": "four"}),
     "group of nothing": Bad(UnsupportedError, "no such group size", label={"group_size": 0}),
     "odd sym": Bad(UnsupportedError, "sym is not true or false", label={"sym": "yes"}),
-    "planar 3 bit": Bad(UnsupportedError, "'gptq_p'", label={"checkpoint_format": "gptq_p"}, case={"bits": 3}),
+    "planar 3 bit": Bad(
+        UnsupportedError,
+        "'gptq_p'; need gptq or gptq_v2 or marlin; save it again in one of these",
+        label={"checkpoint_format": "gptq_p"},
+        case={"bits": 3},
+    ),
     "planar 3 bit, with a switch": Bad(
         UnsupportedError,
         "'gptq_p'",

@@ -158,13 +158,13 @@ def one(value: float) -> np.ndarray:
     return np.array([value], np.float32)
 
 
-NEGATIVE = r"block scales are NaN or negative; found 1 of 32, the first at \[5, 2\]; need bytes 0x00 to 0x7E"
+NEGATIVE = r"block scales are NaN or negative; found 1 of 32, the first at \[5, 2\], is {}; need bytes 0x00 to 0x7E"
 GLOBAL = r"a global scale is zero, negative, infinite or NaN; found 1 of 1, the first at \[0\]"
 BAD = {
-    "NaN block scale": (changed(MODELOPT, weight_scale=byte(0x7F, 5, 2)), {}, CorruptError, NEGATIVE),
-    "negative block scale": (changed(LLM_COMPRESSOR, weight_scale=byte(0xB0, 5, 2)), {}, CorruptError, NEGATIVE),
-    "minus zero block scale": (changed(MODELOPT, weight_scale=byte(0x80, 5, 2)), {}, CorruptError, NEGATIVE),
-    "negative NaN block scale": (changed(MODELOPT, weight_scale=byte(0xFF, 5, 2)), {}, CorruptError, NEGATIVE),
+    "NaN block scale": (changed(MODELOPT, weight_scale=byte(0x7F, 5, 2)), {}, CorruptError, NEGATIVE.format("nan")),
+    "negative block scale": (changed(LLM_COMPRESSOR, weight_scale=byte(0xB0, 5, 2)), {}, CorruptError, NEGATIVE.format("-0.5")),
+    "minus zero block scale": (changed(MODELOPT, weight_scale=byte(0x80, 5, 2)), {}, CorruptError, NEGATIVE.format("-0")),
+    "negative NaN block scale": (changed(MODELOPT, weight_scale=byte(0xFF, 5, 2)), {}, CorruptError, NEGATIVE.format("nan")),
     **{
         f"global {value} {form[1]}": (changed(form, **{form[1][1:]: one(value)}), {}, CorruptError, GLOBAL)
         for form in (MODELOPT, LLM_COMPRESSOR)
@@ -191,6 +191,15 @@ BAD = {
         r"unexpected dtype; found U8; need F8_E4M3"),
     "globals of another type": (
         changed(MODELOPT, weight_scale_2=np.ones(1, BF16)), {}, UnsupportedError, r"found BF16; need F32"),
+    "a global below zero": (
+        changed(MODELOPT, weight_scale_2=np.array([-1.5], np.float32)), {}, CorruptError,
+        r"found 1 of 1, the first at \[0\], is -1.5; need finite numbers above 0; get the file again"),
+    "a global without a dimension": (
+        changed(MODELOPT, weight_scale_2=np.array(np.inf, np.float32)), {}, CorruptError,
+        r"found 1 of 1, the first at \[\], is inf; need"),
+    "a divisor too small": (
+        changed(LLM_COMPRESSOR, weight_global_scale=np.array([1e-40], np.float32)), {}, CorruptError,
+        r"a divisor has no float32 reciprocal; found 1 of 1, the first at \[0\], is 9.99995e-41; need"),
     "too many globals": (
         changed(MODELOPT, weight_scale_2=np.ones(2, np.float32)), {}, CorruptError,
         r"wrong number of global scales; found 2; need 1"),

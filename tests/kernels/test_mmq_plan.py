@@ -139,7 +139,12 @@ def test_scales_beside_the_strips_and_factors_of_the_whole_are_told_apart() -> N
         (SPECS[8], T4, "f16", "e4m3 activations on this GPU; found sm_75; need sm_89 or newer"),
         (SPECS[8], A100, "f16", "e4m3 activations on this GPU; found sm_80; need sm_89 or newer"),
         (SPECS[0], H200, "e4m3", "need f16, bf16, f32 activations"),
-        (spec_of("fp8", 256, 256, scale="f64"), H200, "f16", "need scales of f16 or bf16 or f32 or e8m0, not f64"),
+        (
+            spec_of("fp8", 256, 256, scale="f64"),
+            H200,
+            "f16",
+            "need scales of f16 or bf16 or f32 or e8m0, not f64 .1 / stored divisors.",
+        ),
         (spec_of("fp8", 256, 256, scale_block=[1, 32]), H200, "f16", "need scales of a multiple of 128 k, not 32"),
         (spec_of("nvfp4", 320, 256, shards=[64] * 5), H200, "f16", "need at most 4 fused parts, not 5"),
         ({**SPECS[9], "global": "f32"}, H200, "f16", "need one factor for all of k, not two"),
