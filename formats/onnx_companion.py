@@ -59,7 +59,10 @@ def collect(path: Path, now: State, tensors: Iterable[Tensor], others: Iterable[
         name = "" if file == path else file.relative_to(path.parent).as_posix()
         if name and not is_written(name):
             raise UnsupportedError(
-                "external data in a hidden file, or one of too long a name", file=path, found=shown(name)
+                "external data in a hidden file, or one of too long a name",
+                file=path,
+                found=shown(name),
+                do="save the model with its data under another name",
             )
         then = now if file == path else inside[0].state if inside else _state(file)
         assert then is not None, file
@@ -119,7 +122,7 @@ def _opened(artifact: Checkpoint) -> tuple[tuple[File, ...], memoryview]:
     path = companion(artifact.path, GRAPH)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise UnsupportedError("not a regular file", file=path, need="the model's graph")
+            raise UnsupportedError("not a regular file", file=path, need="the model's graph", do="put that back there")
         with open(path, "rb") as f:
             size = state(f).size
             data = f.read(size) if size <= MAX_TABLE + MAX_KEPT else b""

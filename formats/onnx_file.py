@@ -113,7 +113,7 @@ def _kept(checkpoint: Checkpoint, now: State, elsewhere: Iterable[str | bytes]) 
         try:
             others = [_beside(path, _text(location, path), "its graph") for location in elsewhere]
         except CorruptError as e:  # nothing that is converted needs it
-            raise UnsupportedError(e.what, found=e.found) from None
+            raise UnsupportedError(e.what, found=e.found, do=e.do) from None
         return onnx_companion.collect(path, now, tensors, others)
     except UnsupportedError as e:
         found = "" if e.found is None else f" ({e.found})"

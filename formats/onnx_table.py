@@ -25,6 +25,7 @@ MAX_KEPT = 64 << 20
 """Bytes of a companion without its table: they are held in memory."""
 MAX_TABLE = 16 << 20
 MAX_TENSORS, MAX_FILES = 200_000, 50_000
+SMALLER = "save the model with less in it"
 MAX_NAME, MAX_PART = 1024, 255
 """Characters of a file's name; bytes between two slashes, as file systems have it."""
 
@@ -75,14 +76,14 @@ def table(path: Path, files: Sequence[File]) -> bytes:
         ("files", len(files), MAX_FILES),
     ):
         if found > most:
-            raise UnsupportedError(f"too many {what}", file=path, found=found, need=f"<= {most}")
+            raise UnsupportedError(f"too many {what}", file=path, found=found, need=f"<= {most}", do=SMALLER)
     rows = [struct.pack("<I", len(files))]
     for file in files:
         rows.append(text(file.name) + struct.pack("<I", len(file.tensors)))
         rows += (struct.pack("<Q", before) + text(name) for before, name in file.tensors)
         rows.append(struct.pack("<Q", file.rest))
     if sum(map(len, rows)) > MAX_TABLE:
-        raise UnsupportedError("too long names", file=path, need=f"<= {MAX_TABLE} bytes of them")
+        raise UnsupportedError("too long names", file=path, need=f"<= {MAX_TABLE} bytes of them", do=SMALLER)
     return b"".join(rows)
 
 

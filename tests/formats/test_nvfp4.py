@@ -158,13 +158,19 @@ def one(value: float) -> np.ndarray:
     return np.array([value], np.float32)
 
 
-NEGATIVE = r"block scales are NaN or negative; found 1 of 32, the first at \[5, 2\], is {}; need bytes 0x00 to 0x7E"
+def negative(value: str) -> str:
+    return (
+        rf"block scales are NaN or negative; found 1 of 32, the first at \[5, 2\], is {value}; need bytes 0x00 to 0x7E"
+    )
+
+
 GLOBAL = r"a global scale is zero, negative, infinite or NaN; found 1 of 1, the first at \[0\]"
 BAD = {
-    "NaN block scale": (changed(MODELOPT, weight_scale=byte(0x7F, 5, 2)), {}, CorruptError, NEGATIVE.format("nan")),
-    "negative block scale": (changed(LLM_COMPRESSOR, weight_scale=byte(0xB0, 5, 2)), {}, CorruptError, NEGATIVE.format("-0.5")),
-    "minus zero block scale": (changed(MODELOPT, weight_scale=byte(0x80, 5, 2)), {}, CorruptError, NEGATIVE.format("-0")),
-    "negative NaN block scale": (changed(MODELOPT, weight_scale=byte(0xFF, 5, 2)), {}, CorruptError, NEGATIVE.format("nan")),
+    "NaN block scale": (changed(MODELOPT, weight_scale=byte(0x7F, 5, 2)), {}, CorruptError, negative("nan")),
+    "below zero, a block scale": (
+        changed(LLM_COMPRESSOR, weight_scale=byte(0xB0, 5, 2)), {}, CorruptError, negative("-0.5")),
+    "minus zero block scale": (changed(MODELOPT, weight_scale=byte(0x80, 5, 2)), {}, CorruptError, negative("-0")),
+    "negative NaN block scale": (changed(MODELOPT, weight_scale=byte(0xFF, 5, 2)), {}, CorruptError, negative("nan")),
     **{
         f"global {value} {form[1]}": (changed(form, **{form[1][1:]: one(value)}), {}, CorruptError, GLOBAL)
         for form in (MODELOPT, LLM_COMPRESSOR)
