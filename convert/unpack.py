@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..formats.artifact import Artifact, open_artifact
-from ..formats.container import CONFIG, Entry, names_beside, nbytes, rebuilder, write_safetensors
+from ..formats.container import CONFIG, Entry, is_companion, names_beside, nbytes, rebuilder, write_safetensors
 from ..kernels import layouts
 from . import origin
 from . import shards as out
@@ -54,7 +54,8 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
         whole = tuple(t for file in files.values() for t in file.tensors)
         files = {dst.name: origin.File(artifact.source_metadata, whole)}
     total = sum(_stored(artifact, t).nbytes for file in files.values() for t in file.tensors)
-    side_files = () if is_file(dst) else artifact.checkpoint.side_files
+    side_files = [file for file in artifact.checkpoint.side_files if not is_companion(artifact.checkpoint, file)]
+    side_files = [] if is_file(dst) else side_files
     check_space(dst, total + sum(file.stat().st_size for file in side_files))
     promised: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in artifact.parts}
     for tensor in (t for file in files.values() for t in file.tensors):

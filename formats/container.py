@@ -38,6 +38,7 @@ __all__ = [
     "beside",
     "companion",
     "dtype_name",
+    "is_companion",
     "is_model",
     "names_beside",
     "nbytes",
@@ -144,6 +145,12 @@ def open_checkpoint(path: str | os.PathLike[str], options: Options | None = None
 def companion(artifact: Path, suffix: str) -> Path:
     """Where an artifact keeps a companion: ``<file><suffix>`` beside a file, ``model<suffix>`` in a directory."""
     return artifact / f"model{suffix}" if artifact.is_dir() else artifact.with_name(artifact.name + suffix)
+
+
+def is_companion(artifact: Checkpoint, file: Path) -> bool:
+    """Whether a file of an artifact's directory is a companion, and so none of its source: ``model.<kind>-<what>``."""
+    kind = artifact.quantization.get("source", {}).get("quant_method")
+    return f".{kind}" in READERS and file.name.startswith(f"model.{kind}-")
 
 
 def beside(product: Path) -> Path:

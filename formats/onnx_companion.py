@@ -18,9 +18,9 @@ import numpy as np
 
 from .container import Checkpoint, beside, companion
 from .errors import CorruptError, UnsupportedError, WarptileError
+from .onnx_fields import Span
 from .onnx_table import MAX_KEPT, MAX_TABLE, File, is_written, parse, table
 from .output import writing
-from .protobuf import Span
 from .safetensors_file import Entry, write_stream
 from .strict_json import shown
 from .tensor import State, Tensor, check_state, state
@@ -46,7 +46,7 @@ def collect(path: Path, now: State, tensors: Iterable[Tensor], others: Iterable[
     Raises:
         UnsupportedError: no artifact could give the files back.
         CorruptError: a file has changed since it was looked at.
-        OSError: it cannot be read.
+        OSError: one cannot be read.
     """
     held: dict[Path, list[Tensor]] = {path: []}
     for tensor in tensors:

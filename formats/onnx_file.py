@@ -33,8 +33,8 @@ from .container import Checkpoint, Entry, check_inside
 from .errors import CorruptError, UnsupportedError, WarptileError
 from .impostors import HEAD, ONNX, refuse_impostor
 from .onnx_companion import DIGEST, EXTERNAL, LOCATION, METHOD, locations
+from .onnx_fields import Span, fields
 from .onnx_table import is_place
-from .protobuf import Span, fields
 from .strict_json import shown
 from .tensor import State, Tensor, nbytes, state
 
@@ -116,9 +116,11 @@ def _kept(checkpoint: Checkpoint, now: State, elsewhere: Iterable[str | bytes]) 
             raise UnsupportedError(e.what, found=e.found, do=e.do) from None
         return onnx_companion.collect(path, now, tensors, others)
     except UnsupportedError as e:
-        found = "" if e.found is None else f" ({e.found})"
-        checkpoint.note("", f"no .onnx can be made of an artifact again: {e.what}{found}")
-        return None
+        why = e.what if e.found is None else f"{e.what} ({e.found})"
+    except OSError as e:  # where it concerns tensors, they say so themselves
+        why = f"{e.filename} cannot be read ({e.strerror})"
+    checkpoint.note("", f"no .onnx can be made of an artifact again: {why}")
+    return None
 
 
 def rebuild(path: Path, artifact: Checkpoint, entries: Sequence[Entry]) -> None:
@@ -127,7 +129,8 @@ def rebuild(path: Path, artifact: Checkpoint, entries: Sequence[Entry]) -> None:
 
 
 def names_beside(artifact: Checkpoint) -> tuple[str, ...]:
-    """The files of external data that ``rebuild`` writes. Raises as it does."""
+    """The files of external data that ``rebuild`` writes. Raises as it does, and without the package as ``fill``."""
+    _package(artifact.path)
     return onnx_companion.names(artifact)
 
 

@@ -351,7 +351,7 @@ def test_json_as_a_source_is_told_apart_from_a_damaged_file(make_directory):
         convert(make_directory() / "config.json", to="marlin")
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "model.bin"])
+@pytest.mark.parametrize("name", ["model.pt", "model.bin"])
 def test_a_destination_of_a_kind_that_is_not_written_is_refused(make_directory, tmp_path, name):
     with pytest.raises(UsageError, match="files cannot be written"):
         convert(make_directory(), tmp_path / name, to="marlin")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -288,10 +289,11 @@ def test_external_data_in_the_model_itself_comes_back_under_its_own_name_only(tm
     assert (tmp_path / "model.onnx").read_bytes() == path.read_bytes()
 
 
-def test_other_destinations_are_what_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a.safetensors", "a"])
+def test_other_destinations_hold_initializers_and_no_graph(name: str, tmp_path: Path) -> None:
     files: dict[str, bytes] = {}
     path = with_files(tmp_path / "src", in_files(files, "data"), files)
-    artifact = convert(path, tmp_path / "a.safetensors", to="marlin").dst
+    artifact = convert(path, tmp_path / name, to="marlin").dst
     unpack(artifact, tmp_path / "back.safetensors")
     unpack(artifact, tmp_path / "back")
     assert sorted(file.name for file in (tmp_path / "back").iterdir()) == ["data.safetensors", "model.safetensors"]
@@ -346,6 +348,38 @@ def test_external_data_of_the_same_bytes_is_left_there_when_the_model_is_replace
         WarptileError, match=r"sub/b: external data already exists .*need a plain file of the same bytes"
     ):
         unpack(artifact, back, overwrite=True)
+
+
+def test_a_run_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    files: dict[str, bytes] = {}
+    path = with_files(tmp_path / "src", in_files(files, "a", "sub/b"), files)
+    artifact = convert(path, tmp_path / "a.safetensors", to="marlin").dst
+    (tmp_path / "back").mkdir()
+    left = tmp_path / "back" / "model.onnx.partial" / ".beside" / "sub"
+    left.mkdir(parents=True)
+    for file in (left / "b", left / "c", left.parent / "model.onnx"):
+        file.write_bytes(b"half")
+    unpack(artifact, tmp_path / "back" / "model.onnx")
+    assert contents(tmp_path / "back") == contents(tmp_path / "src")
+
+
+def test_without_the_package_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = convert(saved(tmp_path / "src", model()), tmp_path / "a.safetensors", to="marlin").dst
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    refused(artifact, WarptileError, "needs the onnx package")
+
+
+def test_a_file_of_the_graph_alone_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, files = branch("of the graph")
+    path = with_files(tmp_path / "src", made, files)
+
+    def denied(file: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(onnx_companion, "_state", denied)
+    given = open_checkpoint(path)
+    assert any("of the graph cannot be read (Permission denied)" in text for _, text in given.notes)
+    assert not given.companions
 
 
 def test_external_data_below_what_is_a_file(tmp_path: Path) -> None:
