@@ -153,9 +153,10 @@ struct Decode {
   }
 };
 
-// Activations in f32 come as two rows of f16 for each token, one after the other (pairs.cu), whose products add up.
-constexpr Dtype mma_type(Dtype x) { return x == Dtype::f32 ? Dtype::f16 : x; }
-constexpr int rows_of_token(Dtype x) { return x == Dtype::f32 ? 2 : 1; }
+// Activations in f32 come as two rows of f16 for each token, one after the other (pairs.cu), whose products add up. Whole
+// numbers (quantize_rows.cu) are a row of f16 whatever x was. Both have a factor for each token.
+constexpr Dtype mma_type(Dtype x, bool whole) { return x == Dtype::f32 || whole ? Dtype::f16 : x; }
+constexpr int rows_of_token(Dtype x, bool whole) { return x == Dtype::f32 && !whole ? 2 : 1; }
 
 constexpr int bytes_of(Dtype t) { return t == Dtype::f32 ? 4 : t == Dtype::e8m0 || t == Dtype::e4m3 ? 1 : 2; }
 

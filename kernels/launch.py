@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-NUMERICS = ("exact", "int8", "e4m3")
-"""What may be asked of a product: x as it is, or in 8 bits. Each of the last two is a kind of ``quantize``."""
+NUMERICS = ("exact", "int8", "e4m3", "int8_row")
+"""What may be asked of a product: x as it is, or in 8 bits. Each but the first is a kind of ``quantize``."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Stage:
     | ``gathered`` (x in stored column order), ``scratch``, ``counters`` | pointer into memory that the plan asks for |
     | ``quantized``, ``factors`` (see quantize.py, or pairs.cu for float32 rows) | likewise |
     | ``m``, ``n``, ``k``, ``n_padded``, ``k_padded``, ``group``, ``each`` (1: y is rounded after each step) | int32 |
-    | ``ldx``, ``ldy``, ``ld_residual``, ``ld_gathered`` (k_padded): row strides in elements | int64 |
+    | ``ldx``, ``ldy``, ``ld_residual``, ``ld_gathered`` (k_padded), ``ld_quantized``: row strides in elements | int64 |
     | a number | int32 |
     | ``x_map``, ``gathered_map`` | CUtensorMap by value |
 

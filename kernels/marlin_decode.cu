@@ -19,6 +19,7 @@ struct Variant {
   int block;             // 1: a scale for whole tiles of columns, or, when run is 0, no scale but the factor
   int factor;            // 1: sums over all of k have a factor of their own (decode.cuh)
   int pair;              // of two matrices: how many parts of k a warp takes, 1 or 2; 0: there is one matrix
+  int whole;             // 1: rows of x are whole numbers as f16, with a factor each (quantize_rows.cu)
 };
 
 // 128 registers for each of 16 warps, twice that where many fp32 scales are in flight. plan() knows it too.
@@ -48,9 +49,10 @@ __global__ void __launch_bounds__(max_threads(V), 1)
                   int columns, int part1, int part2, int part3, const u8* __restrict__ up_qweight,
                   const u8* __restrict__ up_scales, const u32* __restrict__ up_qzeros,
                   const void* __restrict__ up_factors, const void* __restrict__ up_bias, int up_bias_type) {
-  constexpr Dtype Y = Dtype(V.x), T = mma_type(Y), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
+  constexpr Dtype Y = Dtype(V.x), T = mma_type(Y, V.whole), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
   using D = Decode<Element(V.element), T, V.zero != 0>;
   constexpr bool EXACT = scales_exactly(V);
+  constexpr int ROWS = rows_of_token(Y, V.whole);
   constexpr int DEPTH = depth(V), R = V.run ? V.run : 4, RUNS = DEPTH / R;
   constexpr int VECTORS = D::TILE_WORDS / 4; // 16-byte loads of a lane in one tile
   static_assert(DEPTH % R == 0);
@@ -116,12 +118,12 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   const u32* row = reinterpret_cast<const u32*>(x + min(g, m - 1) * ldx) + t;
 
   float* sums = reinterpret_cast<float*>(shared); // [2][MATRICES][parts][m][RED]
-  const int tokens = m / rows_of_token(Y);
+  const int tokens = m / ROWS;
   const Output out{y, ldy, tokens, n, bias, Dtype(bias_type), residual, ld_residual, each};
   const Output up_out{y, ldy, tokens, n, up_bias, Dtype(up_bias_type)};
   auto scaled = [&](const void* factors, int token, int column, float sum) {
     if constexpr (V.factor) sum *= Factor{factors, n, columns, {part1, part2, part3}}.template of<F>(column);
-    if constexpr (Y == Dtype::f32) sum *= row_factors[token];
+    if constexpr (Y == Dtype::f32 || V.whole) sum *= row_factors[token];
     return sum;
   };
   auto finish = [&](int e, int tile, const float (&sum)[MATRICES]) {
@@ -222,9 +224,8 @@ __global__ void __launch_bounds__(max_threads(V), 1)
       for (int i = 0; i < MATRICES; i++)
         for (int w = 0; w < parts; w++)
 #pragma unroll
-          for (int r = 0; r < rows_of_token(Y); r++)
-            sum[i] +=
-                sums[(((parity * MATRICES + i) * parts + w) * m + e / 64 * rows_of_token(Y) + r) * RED + e % 64];
+          for (int r = 0; r < ROWS; r++)
+            sum[i] += sums[(((parity * MATRICES + i) * parts + w) * m + e / 64 * ROWS + r) * RED + e % 64];
       if (gridDim.y == 1) {
         finish(e, tile, sum);
       } else {

@@ -38,7 +38,9 @@ def decode_run(spec: Spec) -> int:
     return run_of(spec, 32 // ELEMENTS[spec["element"]].bits)
 
 
-def refuse_decode(spec: Spec, rows: int, device: Device, x_dtype: str, batch_invariant: bool = False) -> str | None:
+def refuse_decode(
+    spec: Spec, rows: int, device: Device, x_dtype: str, batch_invariant: bool = False, whole: bool = False
+) -> str | None:
     """None if marlin_decode multiplies so many rows, else why another kernel does."""
     if batch_invariant:
         return "its sums depend on m"
@@ -46,7 +48,8 @@ def refuse_decode(spec: Spec, rows: int, device: Device, x_dtype: str, batch_inv
         return f"serves up to {DECODE_TOKENS} rows, this has {rows}"
     integers = ELEMENTS[spec["element"]].bits == 4 and not ELEMENTS[spec["element"]].is_float
     large = spec["n_padded"] * spec["k_padded"] >= LARGE
-    if spec["group"] == 16 and integers and large and x_dtype != "f32" and hopper.refuse(spec, device, x_dtype) is None:
+    wgmma = x_dtype != "f32" and not whole and hopper.refuse(spec, device, x_dtype) is None
+    if spec["group"] == 16 and integers and large and wgmma:
         return "slower than wgmma where large matrices have a scale for every 16 k"
     return None
 
@@ -72,7 +75,14 @@ def choose_decode(spec: Spec, device: Device) -> Decode:
 
 
 def decode(
-    part: Part, rows: int, device: Device, x_dtype: str, before: Stage | None, d: Decode, up: Part | None = None
+    part: Part,
+    rows: int,
+    device: Device,
+    x_dtype: str,
+    before: Stage | None,
+    d: Decode,
+    up: Part | None = None,
+    whole: bool = False,
 ) -> Plan:
     """The launches of marlin_decode; with ``up`` of a pair, whose first matrix is ``part``."""
     spec, tiles = part.spec, -(-part.n // 64) if up else part.spec["n_padded"] // 64
@@ -82,12 +92,12 @@ def decode(
     buffers = 1 if d.columns >= tiles else 2
     stage = Stage(
         kernel="marlin_decode",
-        variant=variant_of(spec, x_dtype, decode_run(spec), 2 * d.warps // warps if up else 0),
+        variant=variant_of(spec, x_dtype, decode_run(spec), 2 * d.warps // warps if up else 0, int(whole)),
         target=f"sm_{device.arch}",
         grid=(d.columns, d.splits, 1),
         block=32 * warps,
         shared=buffers * matrices * d.warps * rows * 68 * 4,
-        args=(*args_of(part, rows, before is not None), *second),
+        args=(*args_of(part, rows, before is not None, whole), *second),
         overlap=device.overlaps,
     )
     cut = d.splits > 1

@@ -8,7 +8,7 @@ from math import gcd
 from typing import Any
 
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
-from . import gather
+from . import gather, quantize
 from . import marlin_scales as scales
 from .factors import bias_type
 from .launch import At, Device, Part, Plan, Stage
@@ -16,6 +16,10 @@ from .launch import At, Device, Part, Plan, Stage
 Spec = Mapping[str, Any]
 
 PAIRED = "; each row of x is multiplied as two of f16, which keep 22 bits of its numbers and any size; sums stay fp32"
+ROUNDED = "; x is rounded to 8 bits, with one factor for each row"
+
+WHOLE = "int8_row"
+"""The kind of ``quantize`` whose codes the mma.sync kernels multiply with: whole numbers as f16."""
 
 
 def run_of(spec: Spec, most: int) -> int:
@@ -44,16 +48,22 @@ def tensors_of(part: Part, prefix: str = "") -> tuple[str | At, ...]:
     return tuple(At(prefix + name, part.first * column.get(name, 0) // 8) for name in names)
 
 
-def args_of(part: Part, rows: int, gathered: bool) -> tuple[str | int | At, ...]:
-    """What both kernels begin with; gathered rows are k_padded long."""
-    x, k, ldx = ("gathered", "k_padded", "ld_gathered") if gathered else ("x", "k", "ldx")
+def args_of(part: Part, rows: int, gathered: bool, whole: bool = False) -> tuple[str | int | At, ...]:
+    """What both kernels begin with; gathered rows are k_padded long, quantised ones have zeros beyond k."""
+    x, k, ldx = ("quantized", "k", "ld_quantized") if whole else ("x", "k", "ldx")
+    x, k, ldx = ("gathered", "k_padded", "ld_gathered") if gathered else (x, k, ldx)
     operands = (*tensors_of(part), x, "y", "residual", "factors", "scratch", "counters")
     extents = (rows, part.n, k, "n_padded", "k_padded", "group", ldx, "ldy", "ld_residual", "each")
     return (*operands, *extents, bias_type(part.spec), *scales.args(part.spec))
 
 
-def rows_read(spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool) -> tuple[int, Stage | None]:
-    """How many rows kernels multiply, and the launch before that makes them where those of x cannot be read."""
+def rows_read(
+    spec: Spec, m: int, device: Device, x_dtype: str, aligned: bool, whole: bool = False
+) -> tuple[int, Stage | None]:
+    """How many rows kernels multiply, and the launch before that makes them where those of x cannot be read; where they
+    are ``whole`` numbers, those are what cannot be read through a perm."""
+    if whole:
+        return m, gather.stage(gather.PERM, m, spec["k_padded"], device, quantized=True) if spec["perm"] else None
     if x_dtype == "f32":
         return 2 * m, _pairs(spec, m, device)
     return m, gather_of(spec, m, device) if spec["perm"] or not aligned else None
@@ -85,4 +95,18 @@ def with_rows(made: Plan, spec: Spec, m: int, x_dtype: str) -> Plan:
         why=made.why + PAIRED if split else made.why,
         gathered=2 * m * spec["k_padded"] * (2 if split else 1),
         factors=4 * m if split else 0,
+    )
+
+
+def with_whole_rows(made: Plan, spec: Spec, m: int, device: Device, x_dtype: str) -> Plan:
+    """A plan that multiplies whole numbers with the launch that makes them, and its memory."""
+    quantized, factors = quantize.nbytes(WHOLE, m, spec["k"])
+    return replace(
+        made,
+        stages=(quantize.stage(WHOLE, m, spec["k"], device, x_dtype), *made.stages),
+        why=made.why + ROUNDED,
+        gathered=2 * m * spec["k_padded"] if len(made.stages) > 1 else 0,
+        quantized=quantized,
+        factors=factors,
+        quantizes=WHOLE,
     )

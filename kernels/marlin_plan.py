@@ -12,6 +12,16 @@ one order.
 All read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes) ``gather`` goes
 before them. float32 rows become ``pairs`` of f16 rows, which the first two kernels multiply and add. On sm_75 these two
 multiply f16 with the instructions it has (turing.cuh).
+
+With numerics "int8_row" the first two multiply integers: ``quantize_rows`` makes whole numbers q[m, k] and factors d[m]
+of x (quantize.py), and with them
+
+    y[m, n] = d[m] * sum over runs r of scale[n, r] * sum over k in r of q[m, k] * (code[n, k] - zero[n, r])
+
+then bias, residual and rounding as ever (epilogue.py). A run is a part of a group, of at most 128 k. Its sum is exact;
+those of a row are scaled and added in float32, each step rounded once, and d is the last factor. Where a scale belongs
+to all of k a run is what a warp adds, in float32: exact up to 2^24, so for any x while k is at most 16513 (u4b8), 8806
+(u4), 1032 (u8b128) or 518 (u8); a larger sum is rounded.
 """
 
 from __future__ import annotations
@@ -25,9 +35,10 @@ from ..formats.canonical import ELEMENTS, scale_words
 from ..formats.errors import UnsupportedError
 from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
+from . import quantize
 from .launch import Device, Part, Plan, Stage, fastest, most_shared
 from .marlin_decode_plan import Decode, choose_decode, decode, decode_run, refuse_decode
-from .marlin_launch import args_of, gather_of, rows_read, run_of, variant_of, with_rows
+from .marlin_launch import WHOLE, args_of, gather_of, rows_read, run_of, variant_of, with_rows, with_whole_rows
 from .wgmma_plan import NVRTC, Wgmma
 
 Spec = Mapping[str, Any]
@@ -99,19 +110,21 @@ START, CUT = 5.0, 8.0
 TILES = tuple(Tiled(blocks, columns, wn, 1) for blocks, columns, wn in STEP_COST)
 
 
-def _resident(spec: Spec, x_dtype: str, t: Tiled) -> int:
+def _resident(spec: Spec, x_dtype: str, t: Tiled, whole: bool) -> int:
     """Blocks on one SM."""
-    lean = ELEMENTS[spec["element"]].bits == 4 and run_of(spec, 4) != 1 and not scales.mixed(spec, x_dtype)
+    lean = ELEMENTS[spec["element"]].bits == 4 and run_of(spec, 4) != 1 and not scales.mixed(spec, x_dtype, whole)
     return 2 if t.blocks * t.columns <= 8 and lean else 1
 
 
-def refuse_tile(spec: Spec, device: Device, x_dtype: str, t: Tiled) -> str | None:
+def refuse_tile(spec: Spec, device: Device, x_dtype: str, t: Tiled, whole: bool = False) -> str | None:
     """None if the tile runs this module on this device, else why not."""
     if t.shared + STATIC > device.shared:
         return f"needs {t.shared + STATIC} bytes of shared memory, a block has {device.shared}"
-    if t.blocks * t.columns > 16 and scales.mixed(spec, x_dtype):
-        return f"{spec['scale']} scales multiply {x_dtype} sums in fp32, which leaves too few registers"
-    if t.blocks * t.columns > 8 and scales.mixed(spec, x_dtype) and run_of(spec, 4) == 1 and scales.wide(spec):
+    mixed = scales.mixed(spec, x_dtype, whole)
+    if t.blocks * t.columns > 16 and mixed:
+        sums = "whole" if whole else x_dtype
+        return f"{spec['scale']} scales multiply {sums} sums in fp32, which leaves too few registers"
+    if t.blocks * t.columns > 8 and mixed and run_of(spec, 4) == 1 and scales.wide(spec):
         return f"{spec['scale']} scales of every 16 k and fp32 sums they multiply take too many registers"
     if t.blocks * t.columns > 16 and run_of(spec, 4) == 1 and spec["zero"] and ELEMENTS[spec["element"]].bits == 8:
         return "zero points of every 16 k and 8-bit codes take too many registers"
@@ -140,7 +153,7 @@ def one_order(tile: Tiled | Wgmma) -> bool:
 
 
 def choose_tile(
-    spec: Spec, m: int, device: Device, x_dtype: str, batch_invariant: bool = False
+    spec: Spec, m: int, device: Device, x_dtype: str, batch_invariant: bool = False, whole: bool = False
 ) -> tuple[Tiled | Wgmma, tuple[tuple[str, str], ...]]:
     """The tile of the least estimated time, and why not each other one. wgmma goes first wherever it runs.
 
@@ -149,6 +162,7 @@ def choose_tile(
     times: dict[Tiled | Wgmma, float] = {}
     refused: dict[str, str] = {}
     reason = "does not add pairs of rows" if x_dtype == "f32" else hopper.refuse(spec, device, x_dtype)
+    reason = "scales weights before it adds, so that sums are not those of integers" if whole else reason
     if reason is None:
         refused["mma.sync"] = "slower than wgmma wherever both were measured"
         for w in hopper.TILES:
@@ -161,7 +175,7 @@ def choose_tile(
         refused["wgmma"] = reason
         for t in TILES:
             for tile in (t, replace(t, cut=True)):
-                if why := refuse_tile(spec, device, x_dtype, tile):
+                if why := refuse_tile(spec, device, x_dtype, tile, whole):
                     refused[str(tile)] = why
                 else:
                     times[tile] = _estimate(spec, m, device, tile)
@@ -173,19 +187,25 @@ def choose_tile(
     return fastest(times, refused)
 
 
-def _tiled(spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | None, t: Tiled) -> Plan:
+def _variant(spec: Spec, x_dtype: str, t: Tiled, whole: bool) -> tuple[int, ...]:
+    return variant_of(spec, x_dtype, run_of(spec, 4), t.blocks, t.columns, t.wn, t.wm, int(whole))
+
+
+def _tiled(
+    spec: Spec, rows: int, device: Device, x_dtype: str, before: Stage | None, t: Tiled, whole: bool = False
+) -> Plan:
     down, across, steps = _work(spec, rows, t)
-    blocks = device.sms * _resident(spec, x_dtype, t)
+    blocks = device.sms * _resident(spec, x_dtype, t, whole)
     waves, rest = divmod(down * across, blocks)
     streams = min(blocks, rest * steps) if t.cut and rest * steps * blocks < 2**32 else rest
     stage = Stage(
         kernel="marlin_tiled",
-        variant=variant_of(spec, x_dtype, run_of(spec, 4), t.blocks, t.columns, t.wn, t.wm),
+        variant=_variant(spec, x_dtype, t, whole),
         target=f"sm_{device.arch}",
         grid=(blocks if waves else streams, 1, 1),
         block=256,
         shared=t.shared,
-        args=(*args_of(Part(spec, 0, spec["n"]), rows, before is not None), down, steps, waves, streams),
+        args=(*args_of(Part(spec, 0, spec["n"]), rows, before is not None, whole), down, steps, waves, streams),
         overlap=device.overlaps,
     )
     cut = streams > rest
@@ -226,8 +246,8 @@ def check_supported(spec: Spec, device: Device, x_dtype: str) -> None:
 
 
 def numerics(spec: Spec) -> tuple[str, ...]:
-    """What a product may be asked for (``launch.NUMERICS``): x is multiplied as it is."""
-    return ("exact",)
+    """What a product may be asked for (``launch.NUMERICS``): x as it is, or with codes that are integers in 8 bits."""
+    return ("exact",) if ELEMENTS[spec["element"]].is_float else ("exact", WHOLE)
 
 
 def plan(
@@ -250,24 +270,27 @@ def plan(
     check_supported(spec, device, x_dtype)
     if m == 0:
         return Plan((), "no rows")
-    rows, before = rows_read(spec, m, device, x_dtype, aligned)
-    against = None if variant else refuse_decode(spec, rows, device, x_dtype, batch_invariant)
+    whole = numerics == WHOLE
+    rows, before = rows_read(spec, m, device, x_dtype, aligned, whole)
+    against = None if variant else refuse_decode(spec, rows, device, x_dtype, batch_invariant, whole)
     if variant is None and against is None:
         variant = choose_decode(spec, device)
     rejected: tuple[tuple[str, str], ...] = ()
     if variant is None:
-        variant, rejected = choose_tile(spec, rows, device, x_dtype, batch_invariant)
+        variant, rejected = choose_tile(spec, rows, device, x_dtype, batch_invariant, whole)
         assert against is not None
         rejected = (("decode", against), *rejected)
     if isinstance(variant, Decode):
-        if spec["k"] % 2:
+        if spec["k"] % 2 and not whole:
             before = before or gather_of(spec, m, device)
-        made = decode(Part(spec, 0, spec["n"]), rows, device, x_dtype, before, variant)
+        made = decode(Part(spec, 0, spec["n"]), rows, device, x_dtype, before, variant, whole=whole)
     elif isinstance(variant, Wgmma):
+        assert not whole, variant
         made = hopper.launch(spec, m, device, x_dtype, before, variant)
     else:
-        made = _tiled(spec, rows, device, x_dtype, before, variant)
-    return replace(with_rows(made, spec, m, x_dtype), rejected=rejected or made.rejected)
+        made = _tiled(spec, rows, device, x_dtype, before, variant, whole)
+    ready = with_whole_rows(made, spec, m, device, x_dtype) if whole else with_rows(made, spec, m, x_dtype)
+    return replace(ready, rejected=rejected or made.rejected)
 
 
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -275,6 +298,7 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
     device = Device(arch, sms=1, shared=most_shared(arch))
     hopper_device = Device(90, sms=1, shared=HOPPER_SHARED, nvrtc=NVRTC)
     yield from ((kernel, (ordered,), f"sm_{arch}") for kernel in ("gather", "pairs") for ordered in (0, 1))
+    yield from quantize.variants(arch, (WHOLE,))
     seen = set()
     every = (
         (spec, x_dtype)
@@ -283,11 +307,12 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
         if refuse_device(arch, x_dtype) is None
     )
     for spec, x_dtype in every:
-        fitting = [t for t in TILES if refuse_tile(spec, device, x_dtype, t) is None]
-        rows = [("marlin_decode", variant_of(spec, x_dtype, decode_run(spec), pair)) for pair in (0, 1, 2)]
+        known = (False, True) if WHOLE in numerics(spec) else (False,)
+        tiles = [(t, whole) for whole in known for t in TILES if refuse_tile(spec, device, x_dtype, t, whole) is None]
+        alone = [(0, int(whole)) for whole in known]
+        rows = [("marlin_tiled", _variant(spec, x_dtype, t, whole)) for t, whole in tiles]
         rows += [
-            ("marlin_tiled", variant_of(spec, x_dtype, run_of(spec, 4), t.blocks, t.columns, t.wn, t.wm))
-            for t in fitting
+            ("marlin_decode", variant_of(spec, x_dtype, decode_run(spec), *form)) for form in (*alone, (1, 0), (2, 0))
         ]
         for row in rows:
             if row not in seen:

@@ -3,7 +3,7 @@
 | scales | where they act |
 | --- | --- |
 | of a column and group | fp32 sums of a run of k |
-| the same, of integers and x's type | the 16-bit weights, rounded once |
+| the same, of integers and x's type, unless x is in 8 bits | the 16-bit weights, rounded once |
 | the same, where code times scale is exact in x's type (e2m1) | the 16-bit weights, times a power of two |
 | of a block of whole tiles of columns | fp32 sums of a run of k |
 | of a column, all of k | the sum of a warp or tile |
@@ -66,9 +66,10 @@ def exact(spec: Spec, x_dtype: str) -> bool:
     return bool(spec["element"] == "e2m1" and types in (("e4m3", "f16"), ("e4m3", "bf16"), ("e8m0", "bf16")))
 
 
-def mixed(spec: Spec, x_dtype: str) -> bool:
-    """Scales that would multiply 16-bit weights with more than one rounding: they multiply fp32 sums, a second set."""
-    other = x_dtype == "f32" or spec["scale"] != x_dtype or ELEMENTS[spec["element"]].is_float
+def mixed(spec: Spec, x_dtype: str, whole: bool = False) -> bool:
+    """Scales that would multiply 16-bit weights with more than one rounding, or what x has in ``whole`` numbers: they
+    multiply fp32 sums, a second set."""
+    other = whole or x_dtype == "f32" or spec["scale"] != x_dtype or ELEMENTS[spec["element"]].is_float
     return bool(spec["group"] != -1 and other and not exact(spec, x_dtype))
 
 

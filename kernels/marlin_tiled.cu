@@ -18,18 +18,20 @@ struct Variant {
   int factor;            // 1: sums over all of k have a factor of their own (decode.cuh)
   int blocks, columns;   // of a warp: blocks of 8 tokens, blocks j of 16 features (4, or 2: half a tile)
   int wn, wm;            // warps along features, along tokens
+  int whole;             // 1: rows of x are whole numbers as f16, with a factor each (quantize_rows.cu)
 };
 
 constexpr int THREADS = 256;
 constexpr int SLICES = 4; // k16 slices of a warp's step
 
 // Scales that would not multiply 16-bit weights with one rounding at most, or beyond their range, multiply fp32 sums of
-// a run.
+// a run; and all do where x is whole numbers, whose sums are exact.
 constexpr bool scales_exactly(Variant v) {
   return v.run != 0 && exact_product(Element(v.element), Dtype(v.x), Dtype(v.scale));
 }
 constexpr bool scales_sums(Variant v) {
-  return v.run != 0 && !scales_exactly(v) && (v.scale != v.x || Dtype(v.x) == Dtype::f32 || facts(Element(v.element)).exponent);
+  const bool rounds_once = v.scale == v.x && Dtype(v.x) != Dtype::f32 && !facts(Element(v.element)).exponent;
+  return v.run != 0 && !scales_exactly(v) && (v.whole || !rounds_once);
 }
 
 template <Variant V>
@@ -58,13 +60,13 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
                  const void* residual, const float* row_factors, float* scratch, u32* counters, int m, int n, int k,
                  int n_padded, int k_padded, int group, i64 ldx, i64 ldy, i64 ld_residual, int each, int bias_type,
                  int columns, int part1, int part2, int part3, int rows, int steps, int waves, int streams) {
-  constexpr Dtype Y = Dtype(V.x), T = mma_type(Y), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
+  constexpr Dtype Y = Dtype(V.x), T = mma_type(Y, V.whole), S = Dtype(V.scale), F = V.run == 0 && V.block ? S : Dtype::f32;
   using D = Decode<Element(V.element), T, V.zero != 0>;
   using P = Shape<V>;
   constexpr int R = V.run ? V.run : SLICES, RUNS = SLICES / R, NB = P::NB, JB = P::JB, TILE = P::FEATURES / 64;
   constexpr bool SCALE_SUMS = scales_sums(V), EXACT = scales_exactly(V);
   constexpr bool SCALE_PAIRS = V.run != 0 && !SCALE_SUMS && !EXACT;
-  constexpr int SUM_BLOCKS = SCALE_SUMS ? NB : 1;
+  constexpr int SUM_BLOCKS = SCALE_SUMS ? NB : 1, ROWS = rows_of_token(Y, V.whole);
 
   extern __shared__ __align__(128) u8 shared[];
   let_next_start();
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
   const Divide group_of(V.run ? group / (16 * R) : 1), block_of(V.run && V.block ? columns / 64 : 1);
   const int in_row = V.run && V.block ? (n + columns - 1) / columns : n_padded; // scales in a row of their grid
   const int all = rows * ((tiles + TILE - 1) / TILE); // 31 bits reach for 4 TB of y
-  const Output out{y, ldy, m / rows_of_token(Y), n, bias, Dtype(bias_type), residual, ld_residual, each};
+  const Output out{y, ldy, m / ROWS, n, bias, Dtype(bias_type), residual, ld_residual, each};
   const Factor factor{factors, n, columns, {part1, part2, part3}};
 
   // Whole tiles in turn, then the tiles that this block's share of the rest cuts. plan() keeps the products in 32 bits.
@@ -291,16 +293,23 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
 #pragma unroll
           for (int nb = 0; nb < NB; nb++) {
             const int row = (mw * NB + nb) * 8 + 2 * t;
-            if constexpr (Y == Dtype::f32) {
+            if constexpr (ROWS == 2) {
               const int token = (row0 + row) / 2;
               if (token < out.m)
                 out.store<Y>(token, column0 + column,
                              (total[nb][j][2 * h] + total[nb][j][2 * h + 1]) * by * whole * row_factors[token]);
             } else {
 #pragma unroll
-              for (int c = 0; c < 2; c++)
-                staged[(row + c) * P::ROW + column] = from_float<T>(
-                    out.ended<T>(total[nb][j][2 * h + c] * by * whole, plus, row0 + row + c, column0 + column));
+              for (int c = 0; c < 2; c++) {
+                const int token = row0 + row + c;
+                float sum = total[nb][j][2 * h + c] * by * whole;
+                if constexpr (V.whole) sum *= token < out.m ? row_factors[token] : 0.0f;
+                if constexpr (Y == Dtype::f32)
+                  out.store<Y>(token, column0 + column, sum);
+                else
+                  staged[(row + c) * P::ROW + column] =
+                      from_float<Y>(out.ended<Y>(sum, plus, token, column0 + column));
+              }
             }
           }
         }

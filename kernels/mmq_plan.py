@@ -35,6 +35,8 @@ EXACT_FROM = 33
 """Rows from which Hopper multiplies with x as it is, unless int8 is asked for: faster wherever int8 takes a tile of 64
 tokens or more, and x is not rounded."""
 X_DTYPES = ("f16", "bf16", "f32")
+IN_8_BITS = ("int8", "e4m3")
+"""Kinds of ``quantize`` that kernels multiply with."""
 GRIDS = ("f16", "bf16", "f32", "e8m0")
 """Types of scales beside strips that kernels read."""
 
@@ -375,7 +377,7 @@ def _kinds(elements: Sequence[str] | None) -> Iterator[dict[str, Any]]:
 
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
-    yield from quantize.variants(arch)
+    yield from quantize.variants(arch, IN_8_BITS)
     device = Device(arch, sms=1, shared=most_shared(arch))
     for spec, x_dtype in product(_kinds(elements), X_DTYPES):
         if KINDS[spec["kind"]].scales or arch >= 89:
@@ -394,7 +396,7 @@ def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from hopper.covering()
     if target not in CHECKED:
         return
-    yield from ((kernel, variant) for kernel, variant, _ in quantize.variants(80))
+    yield from ((kernel, variant) for kernel, variant, _ in quantize.variants(80, IN_8_BITS))
     turn = CHECKED.index(target)
     rows = [row[:2] for row in variants(int(target[3:])) if row[0].startswith("mmq") and row[2] == target]
     both = ("mmq_decode", "mmq_tiled")

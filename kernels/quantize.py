@@ -1,25 +1,29 @@
-"""Activations in 8 bits: what ``quantize.cu`` makes of x before kernels that multiply integers or fp8.
+"""Activations in 8 bits: what ``quantize.cu`` and ``quantize_rows.cu`` make of x before kernels that multiply them.
 
 | kind | ``quantized`` | ``factors`` |
 | --- | --- | --- |
 | int8 | int8 [m, kp] | float32 [m, kp/32, 2]: d = amax / 127, and s, the sum of x |
 | e4m3 | float8_e4m3fn [m, kp] | float32 [m, kp/128]: d = amax / 448 |
+| int8_row | float16 [m, kp], whole numbers | float32 [m, 1]: d = amax / 127 of all of a row |
 
 kp = k rounded up to 256; x counts as 0 for k >= K. amax is the largest absolute value of a block along k. All is
 float32 arithmetic, each step rounded to nearest even:
 
-    int8   q = x / d, rounded half away from zero, at most 127 in size
-    e4m3   q = x / d, at most 448 in size, rounded half to even; it keeps the sign of a zero
-    s      e_i = ((x_8i + x_8i+1) + x_8i+2) + .. + x_8i+7; s = (e_0 + e_1) + (e_2 + e_3)
+    int8, int8_row   q = x / d, rounded half away from zero, at most 127 in size
+    e4m3             q = x / d, at most 448 in size, rounded half to even; it keeps the sign of a zero
+    s                e_i = ((x_8i + x_8i+1) + x_8i+2) + .. + x_8i+7; s = (e_0 + e_1) + (e_2 + e_3)
 
 A block whose d is 0 (amax = 0, or so small that the quotient vanishes) has codes 0. A block that holds a NaN or an
 infinity has codes 0 and d = s = NaN (0x7FC00000): all of its own row, and no other, becomes NaN. s is infinite where
 finite numbers add up to more than float32 holds.
+
+Whole numbers up to 127 are exact in 16 bits, so kernels for 16-bit x multiply those of int8_row. marlin_plan.py says
+what the product is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +44,7 @@ X_DTYPES = ("f16", "bf16", "f32")
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to quantise: ``block`` numbers along k share ``factors`` float32 numbers."""
+    """One way to quantise: ``block`` numbers along k, or a row's where it is 0, share ``factors`` float32 numbers."""
 
     element: str
     dtype: np.dtype[Any]
@@ -52,6 +56,7 @@ class Kind:
 KINDS = {
     "int8": Kind("s8", np.dtype(np.int8), 32, 2, 127.0),
     "e4m3": Kind("e4m3", np.dtype(ml_dtypes.float8_e4m3fn), 128, 1, 448.0),
+    "int8_row": Kind("s8", np.dtype(np.float16), 0, 1, 127.0),
 }
 
 
@@ -62,11 +67,21 @@ def padded(k: int) -> int:
 def nbytes(kind: str, m: int, k: int) -> tuple[int, int]:
     """Bytes of ``quantized`` and of ``factors`` for m rows of k numbers."""
     kp, of = padded(k), KINDS[kind]
-    return m * kp, m * (kp // of.block) * of.factors * 4
+    return m * kp * of.dtype.itemsize, m * (kp // (of.block or kp)) * of.factors * 4
 
 
 def stage(kind: str, m: int, k: int, device: Device, x_dtype: str) -> Stage:
     """The launch that fills ``quantized`` and ``factors`` from x [m, k]: rows of any stride, from any element on."""
+    if not KINDS[kind].block:
+        return Stage(
+            kernel="quantize_rows",
+            variant=_variant(kind, x_dtype),
+            target=f"sm_{device.arch}",
+            grid=(min(m, 4 * device.sms), 1, 1),
+            block=512,
+            shared=0,
+            args=("x", "quantized", "factors", "m", "k", "ldx", "ld_quantized"),
+        )
     return Stage(
         kernel="quantize",
         variant=_variant(kind, x_dtype),
@@ -78,16 +93,16 @@ def stage(kind: str, m: int, k: int, device: Device, x_dtype: str) -> Stage:
     )
 
 
-def variants(arch: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(kernel, variant, target) of every ``stage``."""
-    for kind in KINDS:
+def variants(arch: int, kinds: Iterable[str] = KINDS) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(kernel, variant, target) of every ``stage`` of some kinds."""
+    for kind in kinds:
         for x_dtype in X_DTYPES:
-            yield "quantize", _variant(kind, x_dtype), f"sm_{arch}"
+            yield "quantize" if KINDS[kind].block else "quantize_rows", _variant(kind, x_dtype), f"sm_{arch}"
 
 
 def _variant(kind: str, x_dtype: str) -> tuple[int, ...]:
-    of = KINDS[kind]
-    return list(SCALE_DTYPES).index(x_dtype), list(ELEMENTS).index(of.element), of.block
+    of, x = KINDS[kind], list(SCALE_DTYPES).index(x_dtype)
+    return (x, list(ELEMENTS).index(of.element), of.block) if of.block else (x,)
 
 
 def quantize(x: Array, kind: str) -> tuple[Array, Array]:
@@ -95,7 +110,7 @@ def quantize(x: Array, kind: str) -> tuple[Array, Array]:
     of, (m, k) = KINDS[kind], x.shape
     wide = np.zeros((m, padded(k)), np.float32)
     wide[:, :k] = x
-    blocks = wide.reshape(m, -1, of.block)
+    blocks = wide.reshape(m, -1, of.block or padded(k))
     with np.errstate(all="ignore"):
         amax = np.abs(blocks).max(axis=2)
         finite = np.isfinite(amax)
@@ -103,8 +118,8 @@ def quantize(x: Array, kind: str) -> tuple[Array, Array]:
         v = np.where((d > 0)[..., None], blocks / d[..., None], np.float32(0))
         v = np.clip(v, np.float32(-of.largest), np.float32(of.largest))
         if of.element == "s8":
-            codes = np.trunc(np.float64(v) + np.copysign(0.5, v)).astype(of.dtype)
-            factors = np.stack([d, np.where(finite, _sums(blocks), d)], axis=2)
+            codes = np.trunc(np.float64(v) + np.copysign(0.5, v)).astype(np.int8).astype(of.dtype)
+            factors = np.stack([d, np.where(finite, _sums(blocks), d)], axis=2) if of.factors == 2 else d
         else:
             codes, factors = v.astype(of.dtype), d
     return codes.reshape(m, -1), factors
@@ -114,7 +129,7 @@ def dequantize(quantized: Array, factors: Array, kind: str, k: int) -> Array:
     """float64 [m, k]: d * q."""
     of, m = KINDS[kind], len(quantized)
     d = factors[..., 0] if of.factors == 2 else factors
-    blocks = quantized.reshape(m, -1, of.block).astype(np.float64)
+    blocks = quantized.reshape(m, -1, of.block or padded(k)).astype(np.float64)
     with np.errstate(invalid="ignore"):
         return (blocks * d[..., None]).reshape(m, -1)[:, :k]
 

@@ -108,7 +108,7 @@ class Ready:
     def _scalars(self, module: Module, m: int) -> dict[str, int]:
         spec = self.catalog.artifact.modules[module.name]
         extents = {name: value for name, value in spec.items() if type(value) is int}
-        return {**extents, "m": m, "ld_gathered": spec["k_padded"]}
+        return {**extents, "m": m, "ld_gathered": spec["k_padded"], "ld_quantized": padded(spec["k"])}
 
     def pair(self, gate: Module, up: Module, dtype: str, m: int, aligned: bool, stream: int | None) -> Bound | None:
         """The bound plan of a pair, None where it is two products."""
@@ -215,7 +215,7 @@ class Ready:
     def quantizer(self, x: Operand, numerics: str, stream: int | None) -> Bound:
         """The launch that quantises an x of these extents."""
         m, k = x.rows, x.shape[-1]
-        scalars = {"m": m, "n": 0, "k": k, "k_padded": padded(k)}
+        scalars = {"m": m, "n": 0, "k": k, "k_padded": padded(k), "ld_quantized": padded(k)}
         return self._alone("quantize", ("quantize", numerics, x.dtype, m, k), scalars, stream,
                            lambda: quantizing(numerics, m, k, self.facts, x.dtype))  # fmt: skip
 

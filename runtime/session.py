@@ -171,7 +171,8 @@ class Session:
         rounds the product, and again after bias and after residual (see kernels/epilogue.py).
 
         ``numerics`` is "exact" (x as it is), "int8" (x rounded to 8 bits in blocks of 32), "e4m3" (in blocks of 128),
-        or None for what suits the module's layout. What ``quantize`` gave may stand for x.
+        "int8_row" (all of a row alike), or None for what suits the module's layout. What ``quantize`` gave may stand
+        for x.
 
         Raises KeyError (name), TypeError (kind or type), ValueError (shape, device, overlap, a handle used where it
         does not belong), UnsupportedError (numerics that the layout does not do), RuntimeError (a launch failed, or a

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
+from warptile.kernels import marlin
 from warptile.kernels.launch import At, Device
 
 H200 = Device(arch=90, sms=132, shared=232448)
@@ -24,10 +25,25 @@ def parameters(kernel: str) -> list[str]:
 def type_of(arg: str | int | At) -> str:
     if isinstance(arg, int) or arg in ("m", "n", "k", "n_padded", "k_padded", "group", "each"):
         return "int"
-    return "i64" if arg in ("ldx", "ldy", "ld_residual", "ld_gathered") else "pointer"
+    return "i64" if arg in ("ldx", "ldy", "ld_residual", "ld_gathered", "ld_quantized") else "pointer"
 
 
 def fields(kernel: str) -> int:
     source = files("warptile.kernels").joinpath(f"{kernel}.cu").read_text("utf-8")
     (body,) = re.findall(r"struct Variant \{(.*?)\};", source, re.DOTALL)
     return sum(len(line.split(",")) for line in re.findall(r"int ([^;]*);", body))
+
+
+def spec_of(n: int, k: int, group: int = 128, **other: object) -> dict[str, object]:
+    """What a Marlin module's spec says, 4-bit integers with f16 scales unless told otherwise."""
+    np_, kp = marlin.padded(n, k, group)
+    spec = {
+        "element": "u4b8",
+        "scale": "f16",
+        "scale_block": [1, group],
+        "zero": None,
+        "perm": False,
+        "bias": None,
+        "experts": None,
+    }
+    return {**spec, "n": n, "k": k, "n_padded": np_, "k_padded": kp, "group": group, **other}

@@ -21,8 +21,8 @@ except UnsupportedError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 U4B8, F16 = list(ELEMENTS).index("u4b8"), list(SCALE_DTYPES).index("f16")
-DECODE = build.Request("marlin_decode", (U4B8, F16, F16, 0, 8, 0, 0, 0), "sm_90")
-TILED = build.Request("marlin_tiled", (U4B8, F16, F16, 0, 4, 0, 0, 8, 4, 4, 1), "sm_80")
+DECODE = build.Request("marlin_decode", (U4B8, F16, F16, 0, 8, 0, 0, 0, 0), "sm_90")
+TILED = build.Request("marlin_tiled", (U4B8, F16, F16, 0, 4, 0, 0, 8, 4, 4, 1, 0), "sm_80")
 
 
 def test_device_enumerations_are_the_canonical_rows() -> None:

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from host_kernels import COMPILER, aligned, run, sources
+from host_products import DEVICE, TYPES, carried_out
 from linears import ACTIVATION, Case, random_quant, random_x
 from warptile.formats.canonical import QuantTensor, dequantize
 from warptile.kernels import marlin
 from warptile.kernels import swiglu as gated
 from warptile.kernels.epilogue import ROUNDINGS, finish
-from warptile.kernels.launch import Device, Part, Plan
+from warptile.kernels.launch import Device, Part
 from warptile.kernels.marlin_decode_plan import Decode
 from warptile.kernels.marlin_pair_plan import plan_pair
 from warptile.kernels.marlin_plan import Tiled, plan
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
-DEVICE = Device(arch=90, sms=6, shared=232448)
 TURING = replace(DEVICE, arch=75, shared=65536)
-TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
 @pytest.fixture(scope="module")
@@ -47,35 +45,6 @@ def product(
     tensors, spec = marlin.pack(q)
     made = plan(spec, len(x), device, TYPES[x.dtype.name], x.shape[1] % 8 == 0, variant)
     return carried_out(made, tensors, spec, x, folder, expert, residual, rounding)
-
-
-def carried_out(
-    made: Plan,
-    tensors: dict[str, np.ndarray],
-    spec: dict[str, Any],
-    x: np.ndarray,
-    folder: Path,
-    expert: int = 0,
-    residual: np.ndarray | None = None,
-    rounding: str = "once",
-) -> np.ndarray:
-    """y of a plan, whatever was in its memory before."""
-    (m, k), flat, wanted = x.shape, marlin.expected({**spec, "experts": None}), marlin.expected(spec)
-    memory = {suffix: aligned(tensor) for suffix, tensor in tensors.items()}
-    memory |= {"x": aligned(x), "y": aligned(np.full((m, spec["n"]), np.nan, x.dtype))}
-    memory |= {} if residual is None else {"residual": aligned(residual)}
-    memory |= {"factors": aligned(np.full(made.factors, 0xFF, np.uint8))}
-    memory |= {"scratch": aligned(np.full(made.scratch, 0xFF, np.uint8))}
-    memory |= {"gathered": aligned(np.full(made.gathered, 0xFF, np.uint8))}
-    memory |= {"counters": aligned(np.zeros(made.counters, np.uint32))}
-    scalars = {**spec, "m": m, "ldx": k, "ldy": spec["n"], "ld_gathered": spec["k_padded"]}
-    scalars |= {"ld_residual": spec["n"], "each": int(rounding == "each")}
-    stacked = {s: s in wanted and wanted[s][1] != flat[s][1] for s in tensors}
-    at = {suffix: expert * (memory[suffix].nbytes // 3) for suffix in tensors if stacked[suffix]}
-    for stage in made.stages:
-        run(stage, memory, scalars, folder, **at)
-    assert not memory["counters"].any()
-    return memory["y"].view(x.dtype).reshape(m, spec["n"])
 
 
 NVFP4 = Case("e2m1", scale="e4m3", group=16, whole=True, shards=(100, 60, 40), low=1, high=60, n=200, k=300)

@@ -47,7 +47,7 @@ def test_one_launch_cuts_k_as_each_product_alone(spec: dict[str, object], aligne
         assert [type_of(a) for a in one.args] == parameters("marlin_decode")
         assert len(one.variant) == fields("marlin_decode")
         assert made.stages[:-1] == alone.stages[:-1]
-        parts = one.block // 32 // 2 * one.variant[-1]
+        parts = one.block // 32 // 2 * one.variant[-2]
         assert (parts, one.grid[1]) == (other.block // 32, other.grid[1])
         assert one.block <= 512
         assert one.shared + 128 <= A100.shared

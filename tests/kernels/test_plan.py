@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from launches import A100, H200, RTX_3090, T4, fields, parameters, type_of
+from launches import A100, H200, RTX_3090, T4, fields, parameters, spec_of, type_of
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.kernels.launch import Device, Stage
@@ -13,20 +13,6 @@ from warptile.kernels.marlin_decode_plan import choose_decode
 from warptile.kernels.marlin_plan import TILES, Tiled, plan, refuse_device, variants
 
 LAST = 2**31 - 1
-
-
-def spec_of(n: int, k: int, group: int = 128, **other: object) -> dict[str, object]:
-    np_, kp = marlin.padded(n, k, group)
-    spec = {
-        "element": "u4b8",
-        "scale": "f16",
-        "scale_block": [1, group],
-        "zero": None,
-        "perm": False,
-        "bias": None,
-        "experts": None,
-    }
-    return {**spec, "n": n, "k": k, "n_padded": np_, "k_padded": kp, "group": group, **other}
 
 
 SPECS = [
@@ -222,5 +208,5 @@ def test_a_batch_invariant_plan_adds_in_one_order_whatever_m_is() -> None:
                 assert stage.variant[9] == 1
             else:
                 assert stage.kernel == "marlin_tiled"
-                assert stage.variant[-2] * stage.variant[-1] == 8
+                assert stage.variant[-3] * stage.variant[-2] == 8
             assert ("decode", "its sums depend on m") in made.rejected

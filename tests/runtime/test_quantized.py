@@ -10,8 +10,8 @@ from linears import Case, InMemory, random_quant, random_x
 from warptile.formats.canonical import dequantize
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import mmq
+from warptile.kernels.quantize import KINDS, nbytes, quantize
 from warptile.kernels.quantize import dequantize as values
-from warptile.kernels.quantize import quantize
 from warptile.runtime import Session
 
 QUANTS = {"q": random_quant(Case(n=72, k=200)), "k": random_quant(Case(n=40, k=200, bias="f16", seed=2))}
@@ -71,7 +71,12 @@ def test_a_handle_is_refused_where_it_does_not_belong(session):
 @pytest.mark.parametrize(
     ("layout", "name", "numerics", "words"),
     [
-        (None, "q", "int8", "q: marlin modules do not multiply with int8 activations; found numerics int8; need exact"),
+        (
+            None,
+            "q",
+            "int8",
+            "marlin modules do not multiply with int8 activations; found numerics int8; need exact or int8_row",
+        ),
         (mmq, "q", "e4m3", "modules do not multiply with e4m3 activations; found numerics e4m3; need int8 or exact"),
         (mmq, "lm_head", "int8", "lm_head: weights that passed through conversion do not multiply with int8"),
     ],
@@ -88,8 +93,12 @@ def test_numerics_that_a_layout_does_not_do_are_refused_by_name(call, layout, na
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda s: s.linear("q", X, numerics="int4"), ValueError, "numerics is 'int4'; need exact, int8, e4m3"),
-        (lambda s: s.quantize(X, "exact"), ValueError, "numerics is 'exact'; need int8 or e4m3"),
+        (
+            lambda s: s.linear("q", X, numerics="int4"),
+            ValueError,
+            "numerics is 'int4'; need exact, int8, e4m3, int8_row or None",
+        ),
+        (lambda s: s.quantize(X, "exact"), ValueError, "numerics is 'exact'; need int8 or e4m3 or int8_row"),
         (lambda s: s.quantize(X.tolist()), TypeError, "x is list"),
         (lambda s: s.quantize(X.astype(np.float64)), TypeError, "x is float64"),
         (lambda s: s.quantize(np.float16(1)[None][0]), TypeError, "x is"),
@@ -122,12 +131,12 @@ def gpu():
 def contents(cp, handle):
     """``quantized`` and ``factors`` as they lie in a handle's memory."""
     raw = cp.ndarray((handle.memory.nbytes,), cp.uint8, cp.cuda.MemoryPointer(handle.memory.memory, 0)).get()
-    codes = 6 * 256
-    return raw[:codes], raw[codes : codes + 6 * (64 if handle.numerics == "int8" else 8)]
+    codes, factors = nbytes(handle.numerics, 6, 200)
+    return raw[:codes], raw[codes : codes + factors]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("numerics", ["int8", "e4m3"])
+@pytest.mark.parametrize("numerics", KINDS)
 @pytest.mark.parametrize("view", [np.s_[...], np.s_[::-1], np.s_[:, ::-1]], ids=["rows", "reversed", "no matrix"])
 def test_a_handle_holds_what_the_reference_gives(cp, gpu, numerics, view):
     want = [a.view(np.uint8).reshape(-1) for a in quantize(X[view].reshape(6, 200), numerics)]
