@@ -3,8 +3,9 @@
     DST.partial/.manifest/run            the key of the run: source, options and plan, hashed
     DST.partial/.manifest/<shard>.json   {"nbytes", "xxh3", "notes"} of a shard that is whole and on the disk
 
-A shard is written to ``DST.partial/.tmp-<random>``, flushed, renamed into the product, then recorded: at every moment
-a record tells the truth. Each is a file of its own, so shards of several machines need no common one.
+A shard is written to ``DST.partial/.tmp-<random>``, flushed, recorded, then renamed into the product: a record without
+its shard says nothing, and a shard under its name always has a record. Each is a file of its own, so shards of several
+machines need no common one.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _check_converted(plan: Plan, strict: bool) -> None:
             file=plan.checkpoint.path,
             tensor=first.name,
             found=first.refusal,
-            do="leave out --strict and they pass through" if plan.converted else "convert inspect says who takes them",
+            do="leave out --strict and they pass through" if plan.converted else "convert inspect shows every module",
         )
     if not plan.converted:
         raise UnsupportedError("no quantised module in it", file=plan.checkpoint.path, do="nothing to convert")
