@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
@@ -12,6 +12,7 @@ from ..formats import artifact, checks, sources
 from ..formats.canonical import Outline, widened
 from ..formats.container import Checkpoint
 from ..formats.errors import CorruptError, UnsupportedError, UsageError
+from ..formats.options import Options
 from ..formats.parts import entry
 from ..kernels import layouts
 from .grouping import Apart, Grouping
@@ -94,6 +95,7 @@ def claims(checkpoint: Checkpoint, source: str | None) -> dict[str, tuple[str, t
 
     Raises:
         CorruptError: a member without its module.
+        UsageError: a switch that no reader of these modules understands.
         UnsupportedError: the named reader finds nothing, or one module is there twice.
     """
     found = {name: module.modules(checkpoint) for name, module in sources().items()}
@@ -113,7 +115,22 @@ def claims(checkpoint: Checkpoint, source: str | None) -> dict[str, tuple[str, t
         if source in (None, name)
         for module, members in claimed.items()
     ]
+    _check_switches(checkpoint, dict.fromkeys(reader for _, (reader, _) in chosen))
     return dict(sorted(chosen, key=lambda claim: order[claim[1][1][0]]))
+
+
+def _check_switches(checkpoint: Checkpoint, readers: Iterable[str]) -> None:
+    """Refuse a switch that none of the readers understands: whoever gave it believes that it was heeded."""
+    heeded = {name for reader in readers for name in getattr(sources()[reader], "OPTIONS", ())}
+    given = (f.name for f in fields(Options) if getattr(checkpoint.options, f.name) != f.default)
+    idle = [f"--{name.replace('_', '-')}" for name in given if name not in heeded]
+    if idle and readers:
+        raise UsageError(
+            f"{', '.join(idle)} means nothing to the modules in it",
+            file=checkpoint.path,
+            found=f"modules of {', '.join(readers)}",
+            do="leave it out",
+        )
 
 
 def _check_claims(checkpoint: Checkpoint, found: Mapping[str, Mapping[str, tuple[str, ...]]]) -> None:

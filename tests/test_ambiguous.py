@@ -52,6 +52,15 @@ def test_a_wrong_switch_is_told_and_not_the_label(capsys, tmp_path, flags, code,
     assert "config.json" not in line
 
 
+@pytest.mark.parametrize("command", [["auto", "--to", "marlin", "--dry-run"], ["inspect"]])
+def test_a_switch_that_no_reader_heeds_is_refused(capsys, tmp_path, command) -> None:
+    src = TINY["awq"].save(tmp_path)
+    found, line = told(capsys, *command, src, "--bits", "5", "--zero-wrap", "lane", "--group-size", "32")
+    starts = "--bits, --zero-wrap means nothing to the modules in it; found modules of awq; leave it out"
+    assert (found, starts in line) == (2, True), line
+    assert told(capsys, *command, src, "--group-size", "32") == (0, "")
+
+
 @pytest.mark.parametrize("flags", [[], ["--bits", "4"], ["--group-size", "32"], ["--checkpoint-format", "gptq"]])
 def test_a_right_switch_changes_nothing(capsys, tmp_path, flags) -> None:
     assert main(["gptq-to-marlin", str(gptq_case().save(tmp_path)), *flags, "--dry-run"]) == 0
