@@ -204,7 +204,13 @@ class _Parser:
     def _count(self, what: str, least: int) -> int:
         count: int = self._take(SCALARS[11], "a count")
         if not 0 <= count <= self.size // least:
-            raise CorruptError(f"a count of {what} that cannot be", file=self.path, found=count, need="as many as fit")
+            raise CorruptError(
+                f"truncated, or a count of {what} that is not true",
+                file=self.path,
+                found=count,
+                need=f"at most {self.size // least} in {self.size} bytes",
+                do="download or copy it again",
+            )
         return count
 
     def _bytes(self, what: str, limit: int) -> bytes:
@@ -253,10 +259,11 @@ class _Parser:
         size = LENGTH.size if kind == STRING else SCALARS[kind].size
         if count > (self.size - self.at) // size:
             raise CorruptError(
-                f"the array {shown(key)} is longer than the file",
+                f"truncated, or the array {shown(key)} is longer than the file",
                 file=self.path,
-                found=f"{count} entries",
-                need=f"{self.size} bytes in all",
+                found=f"{count} entries at byte {self.at}",
+                need=f"at most {(self.size - self.at) // size} in {self.size} bytes",
+                do="download or copy it again",
             )
         self._check_room(count * size)
         if kind == STRING:

@@ -33,6 +33,8 @@ def refuse_impostor(path: Path, head: bytes, kind: str) -> None:
     Args:
         head: up to ``HEAD`` bytes, of a file that does not begin as its kind does.
     """
+    if not head:
+        raise CorruptError(f"not {kind} but an empty file", file=path, do="download or copy it again")
     if head[8:9] == b"{" and head[6:8] == b"\0\0":
         raise CorruptError(f"not {kind} but safetensors", file=path, do="give it its own name, ending in .safetensors")
     for magic, what, do in MAGICS:
@@ -40,7 +42,7 @@ def refuse_impostor(path: Path, head: bytes, kind: str) -> None:
             raise CorruptError(f"not {kind} but {what}", file=path, do=do)
     if head.startswith(ONNX):
         raise CorruptError(f"not {kind} but an ONNX model", file=path, do="give it its own name, ending in .onnx")
-    if head and _is_text(head):
+    if _is_text(head):
         raise CorruptError(f"not {kind} but text", file=path, found=repr(head[:16].decode()), do="check what it is")
 
 

@@ -78,10 +78,12 @@ def fill(checkpoint: Checkpoint) -> None:
     if not path.is_file():
         raise UnsupportedError("not a regular file", file=path, need="an .onnx file", do="name the file itself")
     try:
+        with open(path, "rb") as f:
+            head = f.read(HEAD)
+        if not head.startswith(ONNX):
+            refuse_impostor(path, head, "an ONNX model")
         with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             now = state(f)
-            if not data[: len(ONNX[0])].startswith(ONNX):
-                refuse_impostor(path, data[:HEAD], "an ONNX model")
             model, spans, elsewhere = _skeleton(onnx, data, path)
             for span in spans:
                 _add(checkpoint, onnx, data, span, now)

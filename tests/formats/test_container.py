@@ -113,7 +113,7 @@ def test_a_header_that_lies_is_refused_by_name(tmp_path, case):
 
 
 BYTES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "too short"),
+    "empty": (b"", "not safetensors but an empty file; download"),
     "nine bytes": (bytes(9), "too short"),
     "a header of 2^64 - 1": (b"\xff" * 8 + GOOD.encode(), "absurd"),
     "a header over 100 MB": (struct.pack("<Q", 100_000_001) + GOOD.encode(), "absurd"),

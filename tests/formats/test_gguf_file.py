@@ -77,7 +77,16 @@ TWO_TO_63 = b"GGUF" + struct.pack("<Iqq", 3, 0, 1) + text("a") + struct.pack("<i
 NO_TENSOR = {"general.architecture": ("string", "llama")}
 
 BAD: dict[str, tuple[bytes, type[WarptileError], tuple[str, ...]]] = {
-    "array of 2^63": (TWO_TO_63, CorruptError, ("array a is longer than the file", "9223372036854775808")),
+    "array of 2^63": (
+        TWO_TO_63,
+        CorruptError,
+        ("array a is longer than the file", "found 9223372036854775808 entries at byte 49; need at most 0 in 49 bytes"),
+    ),
+    "2^40 tensors": (
+        b"GGUF" + struct.pack("<Iqq", 3, 2**40, 0),
+        CorruptError,
+        ("a count of tensors that is not true; found 1099511627776; need at most 1 in 24 bytes; download or copy it",),
+    ),
     "array of 2^63 strings": (
         TWO_TO_63.replace(struct.pack("<iiQ", 9, 0, 2**63), struct.pack("<iiQ", 9, 8, 2**63)),
         CorruptError,
@@ -137,7 +146,7 @@ BAD: dict[str, tuple[bytes, type[WarptileError], tuple[str, ...]]] = {
         CorruptError,
         ("77 for a",),
     ),
-    "empty": (b"", UnsupportedError, ("not a GGUF file",)),
+    "empty": (b"", CorruptError, ("not a GGUF file but an empty file",)),
     "a stump": (b"GGUF\3\0\0\0", CorruptError, ("truncated", "8 bytes")),
     "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", CorruptError, ("git-lfs",)),
     "another format": (b"ggjt" + bytes(60), UnsupportedError, ("not a GGUF file", "ggjt")),

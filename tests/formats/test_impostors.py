@@ -14,6 +14,7 @@ HEADER = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
 NAMES = {".safetensors": "safetensors", ".gguf": "a GGUF file", ".onnx": "an ONNX model"}
 FILES: dict[str, tuple[bytes, str, str, str]] = {
     "text": (b"# A model\n\nof mine\n", "text; found '# A model", "check what it is", ""),
+    "nothing": (b"", "an empty file", "download or copy it again", ""),
     "one letter": (b"x", "text; found 'x'", "check what it is", ""),
     "JSON": (b'{"weight_map": {}}', "text; found", "check what it is", ""),
     "a page": (b"<!DOCTYPE html><html></html>", "a web page", "download it again", ""),
