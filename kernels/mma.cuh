@@ -164,13 +164,14 @@ DEVICE void ldmatrix4(u32 (&d)[4], u32 address) {
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// 4, 8 or 16 bytes into WORDS registers, which keep what they had where they are not wanted: a predicate, not a branch.
-// ONCE: bytes that nobody in the block reads again go past L1.
 #if __CUDA_ARCH__ >= 800
 #define L2_AHEAD ".L2::256B"
 #else
 #define L2_AHEAD ""
 #endif
+
+// 4, 8 or 16 bytes into WORDS registers, which keep what they had where they are not wanted: a predicate, not a branch.
+// ONCE: bytes that nobody in the block reads again go past L1.
 template <bool ONCE, int WORDS>
 DEVICE void load_if(u32* to, const void* from, bool wanted) {
   static_assert(WORDS == 1 || WORDS == 2 || WORDS == 4);

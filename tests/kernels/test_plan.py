@@ -10,7 +10,7 @@ from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.kernels.launch import Device, Stage
 from warptile.kernels.marlin_decode_plan import choose_decode
-from warptile.kernels.marlin_plan import TILES, Tiled, plan, refuse_device, variants
+from warptile.kernels.marlin_plan import TILES, Tiled, plan, refuse_device, refuse_tile, variants
 
 LAST = 2**31 - 1
 
@@ -108,6 +108,14 @@ def test_each_kind_of_scale_is_found_where_the_layout_puts_it(
         assert stage.args[3] == (pointer or "global_scale")
         at = stage.args.index("each") + 2
         assert stage.args[at : at + 4] == numbers
+
+
+def test_sm_75_refuses_wide_tiles_where_short_runs_have_sums_of_their_own() -> None:
+    for spec, x_dtype, refused in ((spec_of(4096, 4096, 32), "f32", True), (spec_of(4096, 4096, 32), "f16", False)):
+        for tile in (t for t in TILES if t.shared + 128 <= T4.shared and t.blocks * t.columns <= 16):
+            why = refuse_tile(spec, T4, x_dtype, tile) or ""
+            wide = tile.blocks * tile.columns == 16
+            assert ("two instructions for one" in why) == (refused and wide), tile
 
 
 def test_every_plan_for_sm_75_finds_its_kernels_among_those_built_ahead() -> None:
