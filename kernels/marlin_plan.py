@@ -126,14 +126,17 @@ def refuse_tile(spec: Spec, device: Device, x_dtype: str, t: Tiled, whole: bool 
         return f"{spec['scale']} scales multiply {sums} sums in fp32, which leaves too few registers"
     if t.blocks * t.columns > 8 and mixed and run_of(spec, 4) == 1 and scales.wide(spec):
         return f"{spec['scale']} scales of every 16 k and fp32 sums they multiply take too many registers"
-    if device.arch < 80 and scales.mixed(spec, x_dtype) and 0 < run_of(spec, 4) <= 2:
+    if device.arch < 80 and mixed and 0 < run_of(spec, 4) <= 2:
         zeros = spec["zero"] and ELEMENTS[spec["element"]].bits == 8 and spec["scale"] == "f32"
         if t.blocks * t.columns > 8 or (zeros and run_of(spec, 4) == 1 and t.columns == 4):
             return "fp32 sums of every 16 or 32 k and two instructions for one take too many registers"
     if t.blocks * t.columns > 16 and run_of(spec, 4) == 1 and spec["zero"] and ELEMENTS[spec["element"]].bits == 8:
         return "zero points of every 16 k and 8-bit codes take too many registers"
+    large = t.blocks * t.columns > 8 and t.columns == 4
+    if large and mixed and run_of(spec, 4) == 2 and spec["zero"] and ELEMENTS[spec["element"]].bits == 8:
+        return "zero points of every 32 k, 8-bit codes and fp32 sums that scales multiply take too many registers"
     bytes_each = ELEMENTS[spec["element"]].bits == 8 and spec["scale"] == "e8m0" and not scales.block(spec)
-    if t.blocks * t.columns > 8 and t.columns == 4 and bytes_each and 0 < run_of(spec, 4) <= 2:
+    if large and bytes_each and 0 < run_of(spec, 4) <= 2:
         return "codes of 8 bits with e8m0 scales of every 16 or 32 k take too many registers"
     return None
 

@@ -157,6 +157,21 @@ def test_a_plan_says_why_each_other_tile_was_not_taken() -> None:
     assert any(reason.endswith("times as long") for reason in reasons.values())
 
 
+def test_a_tile_whose_loop_would_spill_is_refused() -> None:
+    """Compiled with NVRTC 13.5 it did, for sm_80 to sm_90."""
+    large, other = Tiled(4, 4, 4, 1), Tiled(8, 2, 8, 1)
+    zeros = spec_of(4096, 4096, 32, element="u8", zero="int", scale="f32")
+    for x_dtype in ("f16", "f32"):
+        assert "8-bit codes and fp32 sums" in str(refuse_tile(zeros, A100, x_dtype, large))
+        assert refuse_tile(zeros, A100, x_dtype, other) is None
+    for spec in ({**zeros, "scale": "f16"}, {**zeros, "group": 64}, {**zeros, "element": "u4"}):
+        assert refuse_tile(spec, A100, "f16", large) is None
+    assert refuse_tile({**zeros, "scale": "f16"}, A100, "f16", large, whole=True) is not None
+    own = spec_of(4096, 4096, 32)
+    assert refuse_tile(own, T4, "f16", large) is None
+    assert "two instructions for one" in str(refuse_tile(own, T4, "f16", large, whole=True))
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(
     ("tiles", "steps", "streams"), [(112, 128, 132), (1, 7, 5), (64, 16, 100), (131, 3, 132), (5, 1, 5)]
