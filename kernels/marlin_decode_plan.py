@@ -38,6 +38,11 @@ def decode_run(spec: Spec) -> int:
     return run_of(spec, 32 // ELEMENTS[spec["element"]].bits)
 
 
+def parts_of_pair(spec: Spec, arch: int) -> tuple[int, ...]:
+    """How many parts of k a warp of a pair may take: on sm_75 zero points of 4-bit codes leave registers for one."""
+    return (1,) if arch < 80 and spec["zero"] and ELEMENTS[spec["element"]].bits == 4 else (1, 2)
+
+
 def refuse_decode(
     spec: Spec, rows: int, device: Device, x_dtype: str, batch_invariant: bool = False, whole: bool = False
 ) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..formats.errors import UnsupportedError
 from . import marlin_scales as scales
 from .launch import Device, Part, Plan
-from .marlin_decode_plan import Decode, choose_decode, decode, refuse_decode
+from .marlin_decode_plan import Decode, choose_decode, decode, parts_of_pair, refuse_decode
 from .marlin_launch import rows_read, with_rows
 from .marlin_plan import STATIC, check_supported
 
@@ -59,6 +59,9 @@ def plan_pair(
     alone = choose_decode(gate.spec, device)
     chosen = variant or replace(alone, columns=min(alone.columns, -(-gate.n // TILE)))
     made = decode(gate, rows, device, x_dtype, before, chosen, up)
+    if 2 * chosen.warps // max(8, chosen.warps) not in parts_of_pair(gate.spec, device.arch):
+        found = "zero points and two parts of k for each warp take too many registers"
+        raise UnsupportedError("no single launch", need="two products", found=found)
     if (shared := made.stages[-1].shared + STATIC) > device.shared:
         found = f"needs {shared} bytes of shared memory, a block has {device.shared}"
         raise UnsupportedError("no single launch", need="two products", found=found)

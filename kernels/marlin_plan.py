@@ -37,7 +37,7 @@ from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
 from . import quantize
 from .launch import Device, Part, Plan, Stage, fastest, most_shared
-from .marlin_decode_plan import Decode, choose_decode, decode, decode_run, refuse_decode
+from .marlin_decode_plan import Decode, choose_decode, decode, decode_run, parts_of_pair, refuse_decode
 from .marlin_launch import WHOLE, args_of, gather_of, rows_read, run_of, variant_of, with_rows, with_whole_rows
 from .wgmma_plan import NVRTC, Wgmma
 
@@ -316,11 +316,9 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
     for spec, x_dtype in every:
         known = (False, True) if WHOLE in numerics(spec) else (False,)
         tiles = [(t, whole) for whole in known for t in TILES if refuse_tile(spec, device, x_dtype, t, whole) is None]
-        alone = [(0, int(whole)) for whole in known]
+        forms = [(0, int(whole)) for whole in known] + [(parts, 0) for parts in parts_of_pair(spec, arch)]
         rows = [("marlin_tiled", _variant(spec, x_dtype, t, whole)) for t, whole in tiles]
-        rows += [
-            ("marlin_decode", variant_of(spec, x_dtype, decode_run(spec), *form)) for form in (*alone, (1, 0), (2, 0))
-        ]
+        rows += [("marlin_decode", variant_of(spec, x_dtype, decode_run(spec), *form)) for form in forms]
         for row in rows:
             if row not in seen:
                 seen.add(row)

@@ -92,6 +92,16 @@ def test_two_products_where_shared_memory_does_not_hold_the_sums_of_both() -> No
         plan_pair(small, small, 8, T4, "f16")
 
 
+def test_two_products_on_sm_75_where_zero_points_and_two_parts_of_k_would_spill() -> None:
+    with_zeros = spec_of(4096, 4096, 32, element="u4", zero="int")
+    with pytest.raises(UnsupportedError, match="zero points and two parts of k"):
+        plan_pair(whole(with_zeros), whole(with_zeros), 1, T4, "f16")
+    for spec, device in ((spec_of(4096, 4096, 32), T4), (with_zeros, A100)):
+        stage = plan_pair(whole(spec), whole(spec), 1, device, "f16").stages[-1]
+        assert stage.variant[-2] == 2
+        assert (stage.kernel, stage.variant, stage.target) in set(variants(device.arch))
+
+
 def test_scales_of_every_16_k_take_wgmma_where_the_matrix_is_large() -> None:
     for n, k, group, kernel in ((28672, 8192, 16, "wgmma"), (14336, 4096, 16, "decode"), (28672, 8192, 32, "decode")):
         made = plan(spec_of(n, k, group), 1, MODERN, "f16")

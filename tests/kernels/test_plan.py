@@ -111,9 +111,10 @@ def test_each_kind_of_scale_is_found_where_the_layout_puts_it(
 
 
 def test_sm_75_refuses_wide_tiles_where_short_runs_have_sums_of_their_own() -> None:
-    for spec, x_dtype, refused in ((spec_of(4096, 4096, 32), "f32", True), (spec_of(4096, 4096, 32), "f16", False)):
+    spec = spec_of(4096, 4096, 32)
+    for x_dtype, whole, refused in (("f32", False, True), ("f16", False, False), ("f16", True, True)):
         for tile in (t for t in TILES if t.shared + 128 <= T4.shared and t.blocks * t.columns <= 16):
-            why = refuse_tile(spec, T4, x_dtype, tile) or ""
+            why = refuse_tile(spec, T4, x_dtype, tile, whole) or ""
             wide = tile.blocks * tile.columns == 16
             assert ("two instructions for one" in why) == (refused and wide), tile
 
