@@ -26,7 +26,7 @@ to all of k a run is what a warp adds, in float32: exact up to 2^24, so for any 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -316,9 +316,9 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
     for spec, x_dtype in every:
         known = (False, True) if WHOLE in numerics(spec) else (False,)
         tiles = [(t, whole) for whole in known for t in TILES if refuse_tile(spec, device, x_dtype, t, whole) is None]
-        forms = [(0, int(whole)) for whole in known] + [(parts, 0) for parts in parts_of_pair(spec, arch)]
-        rows = [("marlin_tiled", _variant(spec, x_dtype, t, whole)) for t, whole in tiles]
-        rows += [("marlin_decode", variant_of(spec, x_dtype, decode_run(spec), *form)) for form in forms]
+        forms = [(0, 0), *((parts, 0) for parts in parts_of_pair(spec, arch)), *((0, 1) for whole in known if whole)]
+        rows = [("marlin_decode", variant_of(spec, x_dtype, decode_run(spec), *form)) for form in forms]
+        rows += [("marlin_tiled", _variant(spec, x_dtype, t, whole)) for t, whole in tiles]
         for row in rows:
             if row not in seen:
                 seen.add(row)
@@ -333,20 +333,32 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
 def covering(target: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Half of a subset of ``variants`` in which every two values of two template arguments meet: what CI compiles.
 
+    Where x is whole numbers, which changes little else, every value of an argument is there once.
+
     Each half falls to every other architecture, so that each pair is seen on older and newer ones; sm_90a has both.
     """
     if target not in (*CHECKED, "sm_90a"):
         return
-    numbers: dict[tuple[object, ...], int] = {}
-    rows, pairs = [], []
+    rows: tuple[list[tuple[str, tuple[int, ...]]], ...] = [], []
     for kernel, variant, made_for in variants(75 if target == "sm_75" else 90):
         if (made_for == "sm_90a") == (target == "sm_90a"):
-            rows.append((kernel, variant))
-            meet = ((kernel, i, variant[i], j, variant[j]) for j in range(len(variant)) for i in range(j + 1))
-            pairs.append(sum(1 << numbers.setdefault(pair, len(numbers)) for pair in meet))
+            whole = kernel == "quantize_rows" or (kernel in ("marlin_decode", "marlin_tiled") and variant[-1])
+            rows[bool(whole)].append((kernel, variant))
+    chosen = _chosen(rows[0], lambda i: i + 1) + _chosen(rows[1], lambda i: 1)
+    yield from chosen if target == "sm_90a" else chosen[CHECKED.index(target) % 2 :: 2]
+
+
+def _chosen(rows: list[tuple[str, tuple[int, ...]]], count: Callable[[int], int]) -> list[tuple[str, tuple[int, ...]]]:
+    """Rows in which a value of argument j meets those of ``count(j)`` arguments: itself, and the ones before it."""
+    numbers: dict[tuple[object, ...], int] = {}
+    pairs = []
+    for kernel, variant in rows:
+        last = len(variant) - (kernel in ("marlin_decode", "marlin_tiled"))  # the last is the same in all
+        meet = ((kernel, j - i, variant[j - i], j, variant[j]) for j in range(last) for i in range(count(j)))
+        pairs.append(sum(1 << numbers.setdefault(pair, len(numbers)) for pair in meet))
     chosen, left = [], (1 << len(numbers)) - 1
     while left:  # the one with the most pairs not seen yet
         best = max(range(len(rows)), key=lambda row: (pairs[row] & left).bit_count())
         chosen.append(rows[best])
         left &= ~pairs[best]
-    yield from chosen if target == "sm_90a" else chosen[CHECKED.index(target) % 2 :: 2]
+    return chosen
