@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,17 @@ def same(where: str, file: Path, found: Any, need: Any) -> None:
     _refuse(where, file, [_difference(found, need)])
 
 
-def same_bytes(file: Path, need: bytes) -> None:
-    """Raise VerifyError unless a file is there and holds these bytes."""
+def same_bytes(file: Path, need: bytes | Path) -> None:
+    """Raise VerifyError unless a file is there and holds these bytes, or those of another file."""
     if not file.is_file():
         raise VerifyError("the artifact lost a file", file=file)
-    same("all of it", file, np.fromfile(file, np.uint8), np.frombuffer(need, np.uint8))
+    found, size = file.stat().st_size, need.stat().st_size if isinstance(need, Path) else len(need)
+    if found != size:
+        raise VerifyError("differs in length", file=file, found=f"{found} bytes", need=f"{size}")
+    with open(file, "rb") as ours, open(need, "rb") if isinstance(need, Path) else BytesIO(need) as theirs:
+        for first in range(0, size, COPIED):
+            held, wanted = (np.frombuffer(f.read(COPIED), np.uint8) for f in (ours, theirs))
+            _refuse("all of it", file, [_difference(held, wanted, partial(_from, first))])
 
 
 def same_tensor(where: str, file: Path, found: Tensor, need: Tensor, pool: Executor) -> None:
@@ -91,6 +98,10 @@ def same_pieces(where: str, file: Path, found: Array, need: Pieces, pool: Execut
         place = partial(_placed, start, found.shape)
         differences.append(_difference(flat[start:end], piece.reshape(-1), place))
     _refuse(where, file, differences)
+
+
+def _from(start: int, at: Position) -> Position:
+    return (start + at[0],)
 
 
 def _placed(start: int, shape: tuple[int, ...], at: Position) -> Position:

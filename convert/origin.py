@@ -183,8 +183,8 @@ def restored(artifact: Artifact, linear: str, promised: Mapping[str, tuple[str, 
             "unpacks to other tensors than its source had",
             file=artifact.checkpoint.path,
             tensor=linear,
-            found=written,
-            need=promised,
+            found=shown(written, 300),
+            need=shown(promised, 300),
             do=AGAIN,
         )
     return tensors

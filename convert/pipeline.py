@@ -24,7 +24,7 @@ from .executors import carry_out, executor
 from .jobs import Job, needed
 from .plan import Plan
 from .progress import Progress
-from .staging import check_companions, check_paths, check_space, default_destination, is_file, staged
+from .staging import check_companions, check_left, check_paths, check_space, default_destination, is_file, staged
 from .workers import threads
 
 
@@ -115,6 +115,8 @@ def convert(
     cut = [range(len(sizes))] if is_file(dst) else out.assign(sizes, limit)
     files = [dst.name] if is_file(dst) else out.names(len(cut))
     copied = tuple(file.name for file in side_files)
+    if overwrite and not is_file(dst):
+        check_left(dst, [*copied, *(companion(dst, suffix).name for suffix in checkpoint.companions)])
     result = Result(plan, dst, tuple(files), copied, more, replaces, written=not dry_run)
     if dry_run:
         return result

@@ -21,9 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..formats.container import OTHER_WEIGHTS, WEIGHTS, beside, is_model, rebuilder
+from ..formats.container import CONFIG, INDEX, OTHER_WEIGHTS, WEIGHTS, beside, is_model, rebuilder
 from ..formats.errors import UsageError, WarptileError
 from ..formats.output import writing
+from ..formats.strict_json import shown
 from . import manifest
 from .manifest import sync
 
@@ -88,6 +89,28 @@ def _may_be_replaced(dst: Path, artifact: bool) -> bool:
     if any(file.is_dir() for file in inside) or (inside and not weights):
         return False
     return all(is_model(file, artifact=artifact) for file in weights)
+
+
+def check_left(dst: Path, written: Iterable[str]) -> None:
+    """Refuse to replace a directory that holds more than weights and the names that will be written there.
+
+    Raises WarptileError.
+    """
+    if not dst.is_dir():
+        return
+    own = {*written, CONFIG}
+    others = sorted(
+        file.name
+        for file in dst.iterdir()
+        if file.name not in own and not file.name.lower().endswith((INDEX, WEIGHTS, *OTHER_WEIGHTS))
+    )
+    if others:
+        raise WarptileError(
+            f"--overwrite would remove {len(others)} files that are not written anew",
+            file=dst,
+            found=shown(", ".join(others), 200),
+            do="move them away, or name another destination",
+        )
 
 
 def check_companions(dst: Path, contents: Mapping[str, bytes], *, overwrite: bool) -> tuple[Path, ...]:
@@ -211,7 +234,11 @@ def staged(dst: Path, key: str | None = None, *, overwrite: bool = False) -> Ite
 def _locked(partial: Path, dst: Path) -> int:
     """Own ``partial``: the descriptor that holds its lock."""
     while True:
-        partial.mkdir(exist_ok=True)
+        if os.path.lexists(partial) and not partial.is_dir():
+            what = "not a directory that this program made, and it needs the name"
+            raise WarptileError(what, file=partial, do="move it, or name another destination")
+        with writing(partial):
+            partial.mkdir(exist_ok=True)
         path = partial / ".lock"
         try:
             _refuse_strangers(partial, dst)

@@ -17,7 +17,7 @@ from ..kernels import layouts
 from . import origin
 from . import shards as out
 from .progress import Progress
-from .staging import check_beside, check_paths, check_space, is_file, staged
+from .staging import check_beside, check_left, check_paths, check_space, is_file, staged
 
 Array = NDArray[Any]
 
@@ -56,6 +56,8 @@ def unpack(path: str | Path, dst: str | Path, *, overwrite: bool = False, quiet:
     total = sum(_stored(artifact, t).nbytes for file in files.values() for t in file.tensors)
     side_files = [file for file in artifact.checkpoint.side_files if not is_companion(artifact.checkpoint, file)]
     side_files = [] if is_file(dst) else side_files
+    if overwrite and not is_file(dst):
+        check_left(dst, [file.name for file in side_files])
     check_space(dst, total + sum(file.stat().st_size for file in side_files))
     promised: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in artifact.parts}
     for tensor in (t for file in files.values() for t in file.tensors):

@@ -55,7 +55,10 @@ def fill(checkpoint: Checkpoint) -> None:
             if info.type not in NATIVE:
                 named[info.name] = info.type
         if header.trailing:
-            checkpoint.note("", f"{header.trailing} bytes after the last tensor of {path.name} belong to no tensor")
+            text = f"{header.trailing} bytes after the last tensor of {path.name} belong to no tensor: not kept"
+            checkpoint.note("", text)
+        if _is_padded_oddly(path, header):
+            checkpoint.note("", f"{path.name} is not padded with zeros behind every tensor: unpack writes it so")
         checkpoint.file_metadata[path] = {}
     path, first = next(iter(parts.items()))
     kept = _key_values(path, first)
@@ -68,6 +71,21 @@ def fill(checkpoint: Checkpoint) -> None:
         "key_values": hashlib.sha256(kept).hexdigest(),
     }
     checkpoint.quantization_file = path.name
+
+
+def _is_padded_oddly(path: Path, header: Header) -> bool:
+    """Whether what stands behind a tensor is other than zeros up to the alignment."""
+    try:
+        with open(path, "rb") as f:
+            for info in header.tensors:
+                end = info.offset + info.nbytes
+                f.seek(end)
+                size = -info.nbytes % header.alignment
+                if f.read(size) != bytes(size):
+                    return True
+    except OSError as e:
+        raise WarptileError("cannot be read", file=path, found=e.strerror) from None
+    return False
 
 
 def types(quantization: Mapping[str, Any]) -> dict[str, str]:

@@ -79,7 +79,7 @@ def check_state(file: IO[bytes], then: State | None, path: Path) -> None:
         raise CorruptError(
             "the file was changed after it was opened",
             file=path,
-            found=f"{now.size} bytes, {then.size} before",
+            found=f"{now.size} bytes, {then.size} before" if now.size != then.size else "another time of change",
             do="wait until nothing writes to it, and begin again",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -287,3 +288,30 @@ def test_a_source_that_is_no_model_is_told_so(tmp_path, name):
 def test_a_model_under_another_name_is_read(make_file, tmp_path):
     make_file("model.safetensors").rename(tmp_path / "blob")
     assert convert(tmp_path / "blob", tmp_path / "out.safetensors", to="marlin").written
+
+
+@pytest.mark.parametrize("name", ["results.csv", ".env", "train.py"])
+def test_overwrite_removes_no_file_that_is_not_written_anew(make_directory, tmp_path, name):
+    src = make_directory()
+    dst = convert(src, tmp_path / "out", to="marlin").dst
+    (dst / name).write_text("precious")
+    with pytest.raises(WarptileError, match=rf"would remove 1 files.*found {re.escape(name)}; move them away"):
+        convert(src, dst, to="marlin", overwrite=True)
+    with pytest.raises(WarptileError, match=r"would remove 1 files"):
+        convert(src, dst, to="marlin", overwrite=True, dry_run=True)
+    model = tmp_path / "model-again"
+    (dst / name).unlink()
+    unpack(dst, model)
+    (model / name).write_text("precious")
+    with pytest.raises(WarptileError, match=r"would remove 1 files"):
+        unpack(dst, model, overwrite=True)
+    assert (model / name).read_text() == "precious"
+    (model / name).unlink()
+    unpack(dst, model, overwrite=True)
+    convert(src, dst, to="marlin", overwrite=True)
+
+
+def test_a_file_with_the_name_of_the_staging_is_named(make_directory, tmp_path):
+    (tmp_path / "out.partial").touch()
+    with pytest.raises(WarptileError, match=r"out\.partial: not a directory that this program made.*move it"):
+        convert(make_directory(), tmp_path / "out", to="marlin")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cases import gptq_case
 from tiny import TINY, f32
-from warptile.convert import convert, verify
+from warptile.convert import compare, convert, verify
 from warptile.convert.cli import main
 from warptile.formats.container import open_checkpoint
 from warptile.formats.errors import UsageError, VerifyError
@@ -109,3 +109,17 @@ def test_divisors_are_called_so(tmp_path, capsys):
     other = TINY["fp8 blocks"].with_(weight_scale_inv=f32(2.5, 4, 5, 6, shape=(2, 2)))
     with pytest.raises(VerifyError, match=r"scales\[0\], 1 / the divisors that are stored,: differs at .*need 0.4"):
         verify(tmp_path / "out", other.save(tmp_path / "other"))
+
+
+def test_side_files_are_compared_piece_by_piece(make_directory, monkeypatch):
+    src = make_directory()
+    (src / "notes.txt").write_bytes(bytes(1000))
+    dst = convert(src, to="marlin").dst
+    monkeypatch.setattr(compare, "COPIED", 64)
+    assert verify(dst, src).files
+    (dst / "notes.txt").write_bytes(bytes(700) + b"x" + bytes(299))
+    with pytest.raises(VerifyError, match=r"notes\.txt.*differs at \[700\], the first of 1 places"):
+        verify(dst, src)
+    (dst / "notes.txt").write_bytes(bytes(999))
+    with pytest.raises(VerifyError, match=r"notes\.txt: differs in length; found 999 bytes; need 1000"):
+        verify(dst, src)

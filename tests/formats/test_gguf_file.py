@@ -391,3 +391,19 @@ def test_an_artifact_is_no_gguf(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", [Q4], model())
     with pytest.raises(UsageError, match="an artifact is a "):
         convert(path, tmp_path / "out.gguf", to="mmq")
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (lambda raw: raw, None),
+        (lambda raw: raw[:-1], "not padded with zeros"),
+        (lambda raw: raw[:-1] + b"x", "not padded with zeros"),
+        (lambda raw: raw + b"more", "4 bytes after the last tensor of m.gguf belong to no tensor: not kept"),
+    ],
+)
+def test_what_unpack_will_not_give_back_is_noted(tmp_path, change, note):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(change(content([Stored("blk.0.attn_q.weight", "Q8_0", (32, 1))], model(head_count=1))))
+    texts = [text for _, text in open_checkpoint(path).notes]
+    assert any(note in text for text in texts) if note else not texts
