@@ -271,12 +271,12 @@ def test_an_artifact_is_not_converted_again(make_directory):
 def test_an_existing_destination_is_replaced_only_on_request(make_directory):
     src = make_directory()
     dst = convert(src, to="marlin").dst
-    (dst / "old").write_text("old")
+    (dst / "tokenizer.json").write_text("old")
     with pytest.raises(WarptileError, match="already exists"):
         convert(src, to="marlin")
-    assert (dst / "old").exists()
+    assert (dst / "tokenizer.json").read_text() == "old"
     convert(src, to="marlin", overwrite=True)
-    assert not (dst / "old").exists()
+    assert (dst / "tokenizer.json").read_text() != "old"
     verify(dst, src)
     assert sorted(p.name for p in src.parent.iterdir()) == ["model", "model-marlin"]
 
