@@ -472,7 +472,7 @@ def test_companions_that_were_swapped_or_cut_are_refused(artifact: Path, tmp_pat
     for data in (swapped, good[:-1], good + b"\0", b"", good.replace(b"gap", b"pag", 1)):
         kept.write_bytes(data)
         refused(artifact, CorruptError, "onnx-graph: not the graph that the artifact was made with")
-        with pytest.raises(VerifyError, match="onnx-graph: (all of it: )?differs"):
+        with pytest.raises(VerifyError, match=r"onnx-graph: (all of it: )?differs"):
             verify(artifact, tmp_path / "src" / "model.onnx")
     kept.unlink()
     refused(artifact, CorruptError, "the graph of the model is missing; put it back there")
