@@ -1,4 +1,4 @@
-// How kernels read rows of x of any type, to round them: eight neighbours at a time.
+// How kernels read rows of x of any type, to round them: eight neighbours at a time, and the largest of a row.
 #pragma once
 #include "mma.cuh"
 
@@ -32,4 +32,17 @@ DEVICE void load8(const void* from, int left, float (&v)[8]) {
     else
       v[i] = to_float<T>(u16(word[i / 2] >> 16 * (i % 2)));
   }
+}
+
+// The largest of what all threads of a block have, in each of them. `largest` has a word for each warp.
+template <int WARPS>
+DEVICE u32 most_of_block(u32 most, u32 (&largest)[WARPS]) {
+#pragma unroll
+  for (int lane = 1; lane < 32; lane *= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) most = max(most, largest[w]);
+  __syncthreads(); // before the next row's
+  return most;
 }

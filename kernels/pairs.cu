@@ -4,7 +4,7 @@
 //   x = factor * (high + low)    high = f16(x / factor), low = f16(x / factor - high), largest |high| in [2^14, 2^15]
 //
 // One block for each row. A NaN or an infinity makes its row NaN.
-#include "mma.cuh"
+#include "eights.cuh"
 
 struct Variant {
   int ordered; // 1: through perm
@@ -20,13 +20,7 @@ __global__ void __launch_bounds__(THREADS) pairs(const int* __restrict__ perm, c
     const float* from = x + row * ldx;
     u32 most = 0; // sizes as bits are in order, and a NaN is the largest
     for (int p = threadIdx.x; p < k; p += THREADS) most = max(most, __float_as_uint(from[p]) & 0x7FFFFFFFu);
-#pragma unroll
-    for (int lane = 1; lane < 32; lane *= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
-    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; w++) most = max(most, largest[w]);
-    __syncthreads(); // before the next row's
+    most = most_of_block(most, largest);
     // 2^shift brings the largest number to 2^14 or more; beyond 2^127 it is no float. Rows of zeros and NaNs stay.
     const int exponent = int(most >> 23) - 127;
     const int shift = most == 0 || exponent == 128 ? 0 : min(14 - exponent, 127);

@@ -25,13 +25,7 @@ __global__ void __launch_bounds__(THREADS) quantize_rows(const void* __restrict_
 #pragma unroll
       for (int i = 0; i < 8; i++) most = max(most, __float_as_uint(v[i]) & 0x7FFFFFFFu);
     }
-#pragma unroll
-    for (int lane = 1; lane < 32; lane *= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
-    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; w++) most = max(most, largest[w]);
-    __syncthreads(); // before the next row's
+    most = most_of_block(most, largest);
     const float d = most < INFINITE ? __fdiv_rn(__uint_as_float(most), 127.0f) : __uint_as_float(NOT_A_NUMBER);
     if (threadIdx.x == 0) factors[row] = d;
     for (int chunk = threadIdx.x; chunk < chunks; chunk += THREADS) {
