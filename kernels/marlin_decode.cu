@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(max_threads(V), 1)
     if constexpr (!V.pair) {
       out.store<Y>(token, column, alone);
     } else {
-      const float gate = nearest<Y>(alone + out.bias_at(column));
-      const float times = nearest<Y>(scaled(up_factors, token, column, sum[1]) + up_out.bias_at(column));
+      const float gate = nearest<Y>(__fadd_rn(alone, out.bias_at(column)));
+      const float times = nearest<Y>(__fadd_rn(scaled(up_factors, token, column, sum[1]), up_out.bias_at(column)));
       out.put<Y>(token, column, __fmul_rn(silu(gate), times));
     }
   };

@@ -1,5 +1,6 @@
 // What every kernel does with a finished sum: bias and residual in fp32, rounded once or after each step, and stored for
-// real rows and columns only. kernels/epilogue.py computes the same bits.
+// real rows and columns only. kernels/epilogue.py computes the same bits: a sum's last factor is rounded before bias is
+// added, so the compiler may not make one fma of the two.
 #pragma once
 #include "mma.cuh"
 
@@ -42,15 +43,15 @@ struct Output {
   template <Dtype T>
   DEVICE float ended(float sum, float plus, int token, int column) const {
     if (each) sum = nearest<T>(sum);
-    sum += plus;
+    sum = __fadd_rn(sum, plus);
     if (residual == nullptr || token >= m || column >= n) return sum;
     if (each) sum = nearest<T>(sum);
-    return sum + load<T>(residual, token * ld_residual + column);
+    return __fadd_rn(sum, load<T>(residual, token * ld_residual + column));
   }
   // Two neighbouring tokens of a column as a pair.
   template <Dtype T>
   DEVICE u32 ended2(float low, float high, float plus, int token, int column) const {
-    if (residual == nullptr && !each) return pack<T>(low + plus, high + plus);
+    if (residual == nullptr && !each) return pack<T>(__fadd_rn(low, plus), __fadd_rn(high, plus));
     return pack<T>(ended<T>(low, plus, token, column), ended<T>(high, plus, token + 1, column));
   }
   template <Dtype T>

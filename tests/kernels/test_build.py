@@ -61,6 +61,30 @@ def test_sm_75_multiplies_with_its_own_instructions_and_loads_before_it_stores()
     assert sum(op.startswith("LDG") and ".128" in op for op in strips[:first]) >= 5
 
 
+E4M3, F32 = list(ELEMENTS).index("e4m3"), list(SCALE_DTYPES).index("f32")
+FACTORED = [
+    build.Request("marlin_tiled", (E4M3, F16, F32, 0, 0, 1, 1, 2, 4, 1, 1, 0), "sm_80"),
+    build.Request("marlin_tiled", (U4B8, F16, F16, 0, 4, 0, 0, 2, 4, 1, 1, 1), "sm_80"),
+    build.Request("marlin_decode", (E4M3, F32, F32, 0, 0, 1, 1, 2, 0), "sm_80"),
+    build.Request("mmq_tiled", (0, F16, F32, 0, 2, 1, 2, 2), "sm_80"),
+]
+
+
+@pytest.mark.parametrize("request_", FACTORED, ids=lambda r: f"{r.kernel}-{r.variant[0]}")
+def test_no_last_factor_is_fused_with_the_bias(request_: build.Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and sums are one fma where the source says so and nowhere else, or bits would depend on the compiler."""
+    tool = cubins.disassembler()
+    if tool is None:
+        pytest.skip("no nvdisasm")
+
+    def fused() -> int:
+        return sum(op.startswith("FFMA") for op in cubins.disassemble(build.build(request_).image, tool))
+
+    before = fused()
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-fmad=false"))
+    assert fused() == before
+
+
 @pytest.mark.parametrize("target", build.ARCHITECTURES)
 def test_each_architecture_has_kernels_to_check(target: str) -> None:
     every = {row[:2] for row in variants(90)}
