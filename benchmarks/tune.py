@@ -1,4 +1,4 @@
-"""Times every tile that a plan may choose, for the tables of kernels/marlin_plan.py and marlin_hopper_plan.py.
+"""Times every tile that a plan may choose, for the tables of kernels/marlin_tiled_plan.py and marlin_hopper_plan.py.
 
     python benchmarks/tune.py --shape 28672x8192 --m 16,32,64 --element u4b8 --dtype float16
 
@@ -26,6 +26,7 @@ from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin, marlin_plan
 from warptile.kernels import marlin_decode_plan as few
 from warptile.kernels import marlin_hopper_plan as hopper
+from warptile.kernels import marlin_tiled_plan as tiled
 from warptile.kernels import wgmma_plan as wgmma
 from warptile.kernels.launch import Device, Plan
 from warptile.kernels.wgmma_plan import Wgmma
@@ -43,7 +44,7 @@ def candidates(spec: dict[str, Any], m: int, device: Device, x_dtype: str) -> It
         tiles = [few.Decode(w, s, c) for w, s in product((4, 8, 16), (1, 2, 3)) for c in (columns, columns // 2)]
     if hopper.refuse(spec, device, x_dtype) is None:
         tiles += [w for w in hopper.TILES if hopper.refuse_tile(spec, device, x_dtype, w) is None]
-    tiles += [t for t in marlin_plan.TILES if marlin_plan.refuse_tile(spec, device, x_dtype, t) is None]
+    tiles += [t for t in tiled.TILES if tiled.refuse_tile(spec, device, x_dtype, t) is None]
     for tile in tiles:
         cuts = [] if isinstance(tile, few.Decode) else [replace(tile, cut=True)]
         for variant in (tile, *cuts):

@@ -32,10 +32,10 @@ from ..formats.fragment import SCALE_COLUMNS, TILE_K, TILE_N, TILES, reorder, re
 from ..formats.stream import Pieces, Stream, assembled, hollow, steps, streamed, whole
 from .factors import global_level, global_outline, global_shape, is_global, one_a_part, wrong_shards
 from .marlin_pair_plan import plan_pair as plan_pair
-from .marlin_plan import covering as covering
 from .marlin_plan import numerics as numerics
 from .marlin_plan import plan as plan
-from .marlin_plan import variants as variants
+from .marlin_variants import covering as covering
+from .marlin_variants import variants as variants
 
 Array = NDArray[Any]
 Spec = dict[str, Any]

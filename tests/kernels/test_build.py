@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from warptile.formats.canonical import ELEMENTS, SCALE_DTYPES
 from warptile.formats.errors import UnsupportedError, WarptileError
-from warptile.kernels.marlin_plan import covering, variants
+from warptile.kernels.marlin_variants import covering, variants
 from warptile.kernels.mmq_strips import KINDS
 from warptile.runtime import build
 from warptile.runtime import cubin as cubins

@@ -20,7 +20,8 @@ from warptile.kernels.epilogue import ROUNDINGS, finish
 from warptile.kernels.launch import Device, Part
 from warptile.kernels.marlin_decode_plan import Decode
 from warptile.kernels.marlin_pair_plan import plan_pair
-from warptile.kernels.marlin_plan import Tiled, plan
+from warptile.kernels.marlin_plan import plan
+from warptile.kernels.marlin_tiled_plan import Tiled
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 

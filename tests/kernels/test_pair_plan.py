@@ -11,7 +11,8 @@ from warptile.kernels import marlin
 from warptile.kernels.launch import At, Part, Stage
 from warptile.kernels.marlin_decode_plan import choose_decode
 from warptile.kernels.marlin_pair_plan import plan_pair
-from warptile.kernels.marlin_plan import plan, variants
+from warptile.kernels.marlin_plan import plan
+from warptile.kernels.marlin_variants import variants
 
 MODERN = replace(H200, nvrtc=(13, 5))
 

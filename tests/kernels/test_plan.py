@@ -10,7 +10,9 @@ from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.kernels.launch import Device, Stage
 from warptile.kernels.marlin_decode_plan import choose_decode
-from warptile.kernels.marlin_plan import TILES, Tiled, plan, refuse_device, refuse_tile, variants
+from warptile.kernels.marlin_plan import plan, refuse_device
+from warptile.kernels.marlin_tiled_plan import TILES, Tiled, refuse_tile
+from warptile.kernels.marlin_variants import variants
 
 LAST = 2**31 - 1
 

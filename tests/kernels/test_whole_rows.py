@@ -21,7 +21,9 @@ from warptile.kernels import marlin
 from warptile.kernels.epilogue import ROUNDINGS, finish
 from warptile.kernels.launch import Device
 from warptile.kernels.marlin_decode_plan import Decode
-from warptile.kernels.marlin_plan import Tiled, numerics, plan, refuse_device, variants
+from warptile.kernels.marlin_plan import numerics, plan, refuse_device
+from warptile.kernels.marlin_tiled_plan import Tiled
+from warptile.kernels.marlin_variants import variants
 from warptile.kernels.quantize import nbytes
 
 DTYPES = {**ACTIVATION, "float32": np.dtype(np.float32)}
