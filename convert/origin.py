@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from ..formats import sources, strict_json
 from ..formats.artifact import Artifact
-from ..formats.container import CONFIG, DTYPES, INDEX, QUANTIZATION, WEIGHTS, Checkpoint, dtype_name
+from ..formats.container import CONFIG, DTYPES, QUANTIZATION, Checkpoint, dtype_name
+from ..formats.directory import INDEX, WEIGHTS
 from ..formats.errors import AGAIN, CorruptError, UnsupportedError, UsageError
 from ..formats.options import Options
 from ..formats.strict_json import shown

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formats.container import INDEX, WEIGHTS, Entry, Tensor, dtype_name
+from ..formats.container import Entry, Tensor, dtype_name
+from ..formats.directory import INDEX, WEIGHTS
 from ..formats.errors import UsageError
 from .manifest import sync
 

@@ -21,7 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..formats.container import CONFIG, INDEX, OTHER_WEIGHTS, WEIGHTS, beside, is_model, rebuilder
+from ..formats.container import CONFIG, beside, is_model, rebuilder
+from ..formats.directory import INDEX, OTHER_WEIGHTS, WEIGHTS
 from ..formats.errors import UsageError, WarptileError
 from ..formats.output import writing
 from ..formats.strict_json import shown

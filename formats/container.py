@@ -6,9 +6,7 @@
 | a directory with ``*.safetensors.index.json`` | what the index lists, and it must agree with every shard both ways |
 | any other directory | every ``*.safetensors`` in it, when no tensor is twice; not artifacts beside other weights |
 
-A name in an index is a plain file name. A link may lead anywhere inside the directory and, in a Hugging Face cache
-(``models--*/snapshots/<revision>/``), to ``models--*/blobs/``; a file that lies elsewhere is refused. Hidden files are
-not looked at, and pickles (.bin .pt .ckpt) are never opened.
+Which names count and where links may lead is said in directory.py.
 """
 
 from __future__ import annotations
@@ -23,6 +21,20 @@ from types import ModuleType
 from typing import Any
 
 from . import strict_json
+from .directory import (
+    INDEX,
+    OTHER_WEIGHTS,
+    PICKLE_ADVICE,
+    PICKLES,
+    WEIGHTS,
+    check_inside,
+    find_index,
+    inside,
+    no_weights,
+    read_index,
+    read_json,
+    visible,
+)
 from .errors import CorruptError, UnsupportedError, WarptileError
 from .options import Options
 from .safetensors_file import Entry, read_header, write_safetensors
@@ -47,8 +59,6 @@ __all__ = [
     "write_safetensors",
 ]
 
-WEIGHTS = ".safetensors"
-INDEX = ".safetensors.index.json"
 CONFIG = "config.json"
 # Where a quantisation config may be, first found first believed; config.json has it under QUANTIZATION.
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
@@ -63,13 +73,7 @@ One that can also be written has ``rebuild(path, artifact, entries)``, the way b
 that writes other files in ``beside(path)``, ``names_beside(artifact)``: what they are called.
 """
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-OTHER_WEIGHTS = (*PICKLES, ".h5", ".msgpack", ".gguf", ".onnx")
 MAX_CONFIG = 16 << 20
-MAX_INDEX = 256 << 20
-MAX_VALUES = 2_000_000
-"""Commas and opening brackets in a config or an index: two for each tensor of the largest header, four times over."""
-PICKLE_ADVICE = "pickle is code and is never opened: save it as safetensors with the tool that made it"
 
 
 @dataclass
@@ -123,7 +127,7 @@ def open_checkpoint(path: str | os.PathLike[str], options: Options | None = None
     if reader is not None and not directory:
         import_module(f".{reader}", __package__).fill(checkpoint)
     elif directory:
-        listing = _listing(path)
+        listing = visible(path)
         files = _weights(checkpoint, path, listing)
         _configure(checkpoint, path, listing)
         _keep_side_files(checkpoint, path, listing, files)
@@ -175,13 +179,6 @@ def _reader(path: Path) -> ModuleType | None:
     return import_module(f".{reader}", __package__) if reader else None
 
 
-def _listing(directory: Path) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(directory) if not name.startswith("."))
-    except OSError as e:
-        raise WarptileError("cannot be read", file=directory, found=e.strerror) from None
-
-
 def _add(checkpoint: Checkpoint, file: Path) -> dict[str, Tensor]:
     """Take in all tensors of a file. Raises CorruptError when an earlier file has one of them."""
     tensors, metadata = read_header(file)
@@ -199,7 +196,7 @@ def _add(checkpoint: Checkpoint, file: Path) -> dict[str, Tensor]:
 def _weights(checkpoint: Checkpoint, directory: Path, listing: list[str]) -> set[str]:
     """Open the weight files of a directory; returns their names."""
     present = [name for name in listing if name.endswith(WEIGHTS)]
-    index = _index(directory, listing)
+    index = find_index(directory, listing)
     if index is not None:
         checkpoint.index = directory / index
         files = _add_indexed(checkpoint, directory, index)
@@ -208,7 +205,7 @@ def _weights(checkpoint: Checkpoint, directory: Path, listing: list[str]) -> set
             checkpoint.note("", f"not listed in {index}, left out: {', '.join(extra)}")
         return files
     if not present:
-        raise _no_weights(directory, listing)
+        raise no_weights(directory, listing)
     for name in present:
         check_inside(directory, name)
     files = set(present)
@@ -238,51 +235,8 @@ def _artifacts(directory: Path, names: Iterable[str]) -> set[str]:
     return {name for name in names if ARTIFACT in read_header(directory / name)[1]}
 
 
-def _no_weights(directory: Path, listing: list[str]) -> UnsupportedError:
-    others = [name for name in listing if name.endswith(OTHER_WEIGHTS)]
-    pickled = any(name.endswith(PICKLES) for name in others)
-    return UnsupportedError(
-        "no .safetensors in this directory",
-        file=directory,
-        found=", ".join(others[:3]) or None,
-        do=PICKLE_ADVICE if pickled else f"name {others[0]} itself" if others else "name what holds the weights",
-    )
-
-
-def _index(directory: Path, listing: list[str]) -> str | None:
-    """The name of the directory's index. Raises UnsupportedError when there are several and none is ``model``'s."""
-    found = [name for name in listing if name.endswith(INDEX)]
-    if f"model{INDEX}" in found:
-        return f"model{INDEX}"
-    if len(found) > 1:
-        raise UnsupportedError("several indexes", file=directory, found=", ".join(found), do="keep one of them there")
-    return found[0] if found else None
-
-
-def _weight_map(directory: Path, index: str) -> dict[str, str]:
-    """{tensor: shard} of an index; every shard is a plain file name."""
-    file = directory / index
-    check_inside(directory, index)
-    weight_map = _read_json(file, MAX_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptError("the index has no weight_map", file=file, found=strict_json.kind(weight_map))
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str):
-            raise CorruptError("a shard's name is not a string", file=file, tensor=name, found=strict_json.kind(shard))
-        if not shard.endswith(WEIGHTS) or shard.startswith(".") or any(c in "/\\:\0" for c in shard):
-            raise CorruptError(
-                "not a shard's name",
-                file=file,
-                tensor=shown(name),
-                found=repr(shown(shard)),
-                need=f"a plain file name ending in {WEIGHTS}",
-                do="do not trust this checkpoint",
-            )
-    return weight_map
-
-
 def _add_indexed(checkpoint: Checkpoint, directory: Path, index: str) -> set[str]:
-    weight_map = _weight_map(directory, index)
+    weight_map = read_index(directory, index)
     promised: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         promised.setdefault(shard, []).append(name)
@@ -305,52 +259,12 @@ def _add_indexed(checkpoint: Checkpoint, directory: Path, index: str) -> set[str
     return set(promised)
 
 
-def _inside(directory: Path, name: str) -> bool:
-    """Whether a file, its links followed, lies in its directory or in the blobs of that Hugging Face cache entry."""
-    root = Path(os.path.realpath(directory))
-    target = Path(os.path.realpath(root / name))
-    if target.is_relative_to(root):
-        return True
-    repository = root.parent.parent
-    cached = root.parent.name == "snapshots" and repository.name.startswith("models--")
-    return cached and target.is_relative_to(repository / "blobs")
-
-
-def check_inside(directory: Path, name: str) -> None:
-    """Refuse a file that a link takes out of its directory. Raises CorruptError."""
-    if not _inside(directory, name):
-        raise CorruptError(
-            "a link that leads out of its directory",
-            file=directory / name,
-            found=os.path.realpath(directory / name),
-            do="put the file itself there",
-        )
-    if not os.path.exists(directory / name):
-        raise CorruptError("a link to nothing", file=directory / name, do="download the file again")
-
-
-def _read_json(file: Path, limit: int) -> dict[str, Any]:
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise CorruptError("not a regular file", file=file)
-        with open(file, "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            if size > limit:
-                raise CorruptError("too long for JSON", file=file, found=f"{size} bytes", need=f"<= {limit}")
-            data = f.read(size)
-            if (values := sum(map(data.count, (b",", b"[", b"{")))) > MAX_VALUES:
-                raise CorruptError("too many values for JSON", file=file, found=values, need=f"<= {MAX_VALUES}")
-    except OSError as e:
-        raise WarptileError("cannot be read", file=file, found=e.strerror) from None
-    return strict_json.parse(data, file, "it", constants=True)
-
-
 def _configure(checkpoint: Checkpoint, directory: Path, listing: list[str]) -> None:
     """Find config.json and the quantisation config among the files of a directory."""
     names = [name for name in (*QUANTIZATION_FILES, CONFIG) if name in listing]
     for name in names:
         check_inside(directory, name)
-    configs = {name: _read_json(directory / name, MAX_CONFIG) for name in names}
+    configs = {name: read_json(directory / name, MAX_CONFIG) for name in names}
     checkpoint.config = configs.get(CONFIG, {})
     inner = checkpoint.config.get(QUANTIZATION)
     if not isinstance(inner, dict | None):
@@ -375,14 +289,14 @@ def _configure(checkpoint: Checkpoint, directory: Path, listing: list[str]) -> N
 def _configure_file(checkpoint: Checkpoint) -> None:
     """The configs beside a lone file count when it is that directory's model: its only weights, or in its index."""
     file = checkpoint.path
-    listing = _listing(file.parent)
+    listing = visible(file.parent)
     configs = [name for name in (*QUANTIZATION_FILES, CONFIG) if name in listing]
     if not configs:
         return
     others = [name for name in listing if name.endswith(WEIGHTS) and name != file.name]
-    index = _index(file.parent, listing)
+    index = find_index(file.parent, listing)
     if index is not None:
-        belongs = file.name in _weight_map(file.parent, index).values()
+        belongs = file.name in read_index(file.parent, index).values()
     else:
         belongs = all(is_model(file.parent / name, artifact=True) for name in others)
     if belongs:
@@ -412,7 +326,7 @@ def _keep_side_files(checkpoint: Checkpoint, directory: Path, listing: list[str]
         file = directory / name
         if name in weights or name == CONFIG or name.endswith((WEIGHTS, INDEX)):
             continue
-        plain = file.is_file() and _inside(directory, name)
+        plain = file.is_file() and inside(directory, name)
         (kept if plain and not name.lower().endswith(OTHER_WEIGHTS) else left).append(name)
     checkpoint.side_files = tuple(directory / name for name in kept)
     if left:

@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .container import Checkpoint, check_inside, companion
+from .container import Checkpoint, companion
+from .directory import check_inside
 from .errors import CorruptError, UnsupportedError, WarptileError
 from .gguf_header import MAGIC, Header, Info, padded, read_header, type_sizes
 from .safetensors_file import Entry, write_stream

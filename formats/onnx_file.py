@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import onnx_companion
-from .container import Checkpoint, Entry, check_inside
+from .container import Checkpoint, Entry
+from .directory import check_inside
 from .errors import CorruptError, UnsupportedError, WarptileError
 from .impostors import HEAD, ONNX, refuse_impostor
 from .onnx_companion import DIGEST, EXTERNAL, LOCATION, METHOD, locations
