@@ -73,9 +73,9 @@ def mixed(spec: Spec, x_dtype: str, whole: bool = False) -> bool:
     return bool(spec["group"] != -1 and other and not exact(spec, x_dtype))
 
 
-def wide(spec: Spec) -> bool:
-    """Scales of more than a byte for each column, which take a register or a half each."""
-    return not block(spec) and SCALE_DTYPES[spec["scale"]].itemsize > 1
+def bytes_each(spec: Spec) -> bool:
+    """Scales of a byte for each column: four to a register, where others take one or a half each."""
+    return not block(spec) and SCALE_DTYPES[spec["scale"]].itemsize == 1
 
 
 def args(spec: Spec) -> tuple[int, ...]:

@@ -83,24 +83,28 @@ def refuse_tile(spec: Spec, device: Device, x_dtype: str, t: Tiled, whole: bool 
     """None if the tile runs this module on this device, else why not."""
     if t.shared + STATIC > device.shared:
         return f"needs {t.shared + STATIC} bytes of shared memory, a block has {device.shared}"
-    mixed = scales.mixed(spec, x_dtype, whole)
-    if t.blocks * t.columns > 16 and mixed:
-        sums = "whole" if whole else x_dtype
-        return f"{spec['scale']} scales multiply {sums} sums in fp32, which leaves too few registers"
-    if t.blocks * t.columns > 8 and mixed and run_of(spec, 4) == 1 and scales.wide(spec):
-        return f"{spec['scale']} scales of every 16 k and fp32 sums they multiply take too many registers"
-    if device.arch < 80 and mixed and 0 < run_of(spec, 4) <= 2:
-        zeros = spec["zero"] and ELEMENTS[spec["element"]].bits == 8 and spec["scale"] == "f32"
-        if t.blocks * t.columns > 8 or (zeros and run_of(spec, 4) == 1 and t.columns == 4):
-            return "fp32 sums of every 16 or 32 k and two instructions for one take too many registers"
-    if t.blocks * t.columns > 16 and run_of(spec, 4) == 1 and spec["zero"] and ELEMENTS[spec["element"]].bits == 8:
+    mixed, run = scales.mixed(spec, x_dtype, whole), run_of(spec, 4)
+    sums, eights = t.blocks * t.columns, ELEMENTS[spec["element"]].bits == 8
+    if sums > 16 and mixed:
+        of = "whole" if whole else x_dtype
+        return f"{spec['scale']} scales multiply {of} sums in fp32, which leaves too few registers"
+    if sums > 16 and run == 1 and spec["zero"] and eights:
         return "zero points of every 16 k and 8-bit codes take too many registers"
-    large = t.blocks * t.columns > 8 and t.columns == 4
-    if large and mixed and run_of(spec, 4) == 2 and spec["zero"] and ELEMENTS[spec["element"]].bits == 8:
-        return "zero points of every 32 k, 8-bit codes and fp32 sums that scales multiply take too many registers"
-    bytes_each = ELEMENTS[spec["element"]].bits == 8 and spec["scale"] == "e8m0" and not scales.block(spec)
-    if large and bytes_each and 0 < run_of(spec, 4) <= 2:
-        return "codes of 8 bits with e8m0 scales of every 16 or 32 k take too many registers"
+    if sums > 16 and run and spec["zero"] and eights and x_dtype == "bf16" and t.columns == 4:
+        return "zero points of 8 bits in bf16 take too many registers"
+    if sums > 16 and run == 1 and t.wk > 2 and not scales.exact(spec, x_dtype):
+        return "scales of every 16 k and k in more than two ways take too many registers"
+    if sums > 8 and mixed and run == 1:
+        if not scales.bytes_each(spec):
+            return f"{spec['scale']} scales of every 16 k and fp32 sums they multiply take too many registers"
+        if x_dtype == "f32" and (t.columns == 4 or spec["scale"] == "e8m0"):
+            return f"{spec['scale']} scales of every 16 k and sums of pairs of rows take too many registers"
+    if sums > 8 and mixed and 0 < run <= 2 and eights and t.columns == 4:
+        return "8-bit codes and fp32 sums that scales of every 16 or 32 k multiply take too many registers"
+    if device.arch < 80 and mixed and 0 < run <= 2:
+        zeros = spec["zero"] and eights and spec["scale"] == "f32"
+        if sums > 8 or (zeros and run == 1 and t.columns == 4):
+            return "fp32 sums of every 16 or 32 k and two instructions for one take too many registers"
     return None
 
 

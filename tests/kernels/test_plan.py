@@ -161,7 +161,7 @@ def test_a_plan_says_why_each_other_tile_was_not_taken() -> None:
 
 
 def test_a_tile_whose_loop_would_spill_is_refused() -> None:
-    """Compiled with NVRTC 13.5 it did, for sm_80 to sm_90."""
+    """Compiled with NVRTC 13.5 it did, for one of sm_75 to sm_120."""
     large, other = Tiled(4, 4, 4, 1), Tiled(8, 2, 8, 1)
     zeros = spec_of(4096, 4096, 32, element="u8", zero="int", scale="f32")
     for x_dtype in ("f16", "f32"):
@@ -170,6 +170,20 @@ def test_a_tile_whose_loop_would_spill_is_refused() -> None:
     for spec in ({**zeros, "scale": "f16"}, {**zeros, "group": 64}, {**zeros, "element": "u4"}):
         assert refuse_tile(spec, A100, "f16", large) is None
     assert refuse_tile({**zeros, "scale": "f16"}, A100, "f16", large, whole=True) is not None
+    short = spec_of(4096, 4096, 16)
+    assert "k in more than two ways" in str(refuse_tile(short, A100, "f16", Tiled(8, 4, 2, 1)))
+    assert refuse_tile(short, A100, "f16", Tiled(8, 4, 4, 1)) is None
+    blocks = spec_of(4096, 4096, 16, element="e4m3", scale_block=[128, 16])
+    for scale, tile in product(("f16", "bf16", "f32", "e8m0"), (large, other)):
+        assert "scales of every 16 k" in str(refuse_tile({**blocks, "scale": scale}, A100, "bf16", tile))
+        assert refuse_tile({**blocks, "group": 32, "scale_block": [128, 32]}, A100, "bf16", other) is None
+    floats = spec_of(4096, 4096, 16, element="e2m1", scale="e4m3")
+    assert "pairs of rows" in str(refuse_tile(floats, A100, "f32", large))
+    assert refuse_tile(floats, A100, "f32", other) is None
+    assert refuse_tile(floats, A100, "f16", large) is None
+    long, wide = spec_of(4096, 4096, 128, element="u8", zero="int", scale="bf16"), Tiled(8, 4, 4, 1)
+    assert "in bf16" in str(refuse_tile(long, A100, "bf16", wide))
+    assert refuse_tile({**long, "scale": "f16"}, A100, "f16", wide) is None
     own = spec_of(4096, 4096, 32)
     assert refuse_tile(own, T4, "f16", large) is None
     assert "two instructions for one" in str(refuse_tile(own, T4, "f16", large, whole=True))
