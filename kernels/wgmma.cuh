@@ -361,7 +361,7 @@ DEVICE void multiply(Shared<K>& shared, const Problem<K>& p, int warp) {
       decode.template slice<DEPTH>(weights(step), step % K::STEPS, slice, g, a[buffer]);
     };
     auto issue = [&](u32 step, int slice, int buffer) {
-      const u32 b = shared_address(shared.x[Stages::stage(step)]) + slice * DEPTH * 32;
+      const u64 b = swizzled_tile(shared_address(shared.x[Stages::stage(step)])) + slice * DEPTH * 2;
       if (turns(S) && slice == 0) meet(TURN_OF + group, 256);
       pin(d[0]), pin(d[1]);
       wgmma_fence();
@@ -370,9 +370,9 @@ DEVICE void multiply(Shared<K>& shared, const Problem<K>& p, int warp) {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           if (K::SUMS && slice == 0 && i == 0)
-            wgmma<K::T, TOKENS, false>(d[j], a[buffer][i][j], swizzled_tile(b + i * 32));
+            wgmma<K::T, TOKENS, false>(d[j], a[buffer][i][j], b + i * 2);
           else
-            wgmma<K::T, TOKENS>(d[j], a[buffer][i][j], swizzled_tile(b + i * 32));
+            wgmma<K::T, TOKENS>(d[j], a[buffer][i][j], b + i * 2);
         }
       wgmma_commit();
       if (turns(S) && slice == SLICES - 1) report(TURN_OF + 1 - group, 256);
