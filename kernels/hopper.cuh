@@ -42,6 +42,11 @@ DEVICE float4 load_partial(const float4* p) {
   return v;
 }
 
+// All threads of a cluster.
+DEVICE void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // ---- named barriers of `threads` threads; 0 is __syncthreads' ----
 
 DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
@@ -56,6 +61,15 @@ DEVICE void barrier_init(u32 barrier, u32 arrivals) {
 DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// At the barrier in the same place of the cluster's block `rank`.
+DEVICE void barrier_arrive_at(u32 barrier, int rank) {
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
 }
 // Arrives, and makes the phase wait for `bytes` from bulk copies too.
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
@@ -97,6 +111,16 @@ DEVICE void copy_box(u32 to, const TensorMap& map, int column, int row, u32 barr
       : "memory");
 }
 
+// The same into the same place of every block of the cluster, and to the same barrier there.
+template <int BLOCKS>
+DEVICE void copy_box_to_all(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(u16((1 << BLOCKS) - 1))
+      : "memory");
+}
+
 // ---- wgmma: d[64, TOKENS] += a[64, 16] b[16, TOKENS], a in registers, b in shared memory ----
 //
 // Warp w of the warpgroup holds rows 16w .. 16w + 15: a as in mma.cuh; d[4i .. 4i + 3] are rows g, g, g + 8, g + 8 and
@@ -129,12 +153,17 @@ DEVICE void pin(float (&d)[N]) {
 #define OUT16(i) OUT8(i), OUT8(i + 8)
 #define OUT32(i) OUT16(i), OUT16(i + 16)
 #define OUT64(i) OUT32(i), OUT32(i + 32)
+#define OUT128(i) OUT64(i), OUT64(i + 64)
 #define REGS8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define REGS16 REGS8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGS32 REGS16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGS64 \
   REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
          ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGS128 \
+  REGS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90" \
+         ",%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113" \
+         ",%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 // A0..: numbers of the operands after the accumulators: a's four and the descriptor.
 #define WGMMA(TYPE, TOKENS, ADD, REGS, OUT, A0, A1, A2, A3, B)                                               \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" TOKENS "k16.f32." TYPE "." TYPE                           \
@@ -148,13 +177,15 @@ DEVICE void pin(float (&d)[N]) {
     WGMMA(TYPE, "32", ADD, REGS16, OUT16(0), "%16", "%17", "%18", "%19", "%20");                           \
   else if constexpr (TOKENS == 64)                                                                           \
     WGMMA(TYPE, "64", ADD, REGS32, OUT32(0), "%32", "%33", "%34", "%35", "%36");                           \
+  else if constexpr (TOKENS == 128)                                                                          \
+    WGMMA(TYPE, "128", ADD, REGS64, OUT64(0), "%64", "%65", "%66", "%67", "%68");                          \
   else                                                                                                       \
-    WGMMA(TYPE, "128", ADD, REGS64, OUT64(0), "%64", "%65", "%66", "%67", "%68")
+    WGMMA(TYPE, "256", ADD, REGS128, OUT128(0), "%128", "%129", "%130", "%131", "%132")
 
 // ADD: false begins the sums anew.
 template <Dtype T, int TOKENS, bool ADD = true>
 DEVICE void wgmma(float (&d)[TOKENS / 2], const u32 (&a)[4], u64 b) {
-  static_assert(TOKENS == 16 || TOKENS == 32 || TOKENS == 64 || TOKENS == 128);
+  static_assert(TOKENS == 16 || TOKENS == 32 || TOKENS == 64 || TOKENS == 128 || TOKENS == 256);
   if constexpr (T == Dtype::f16 && ADD) {
     WGMMA_OF("f16", "1");
   } else if constexpr (T == Dtype::f16) {

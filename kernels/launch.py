@@ -86,6 +86,8 @@ class Stage:
     args: tuple[str | int | At, ...]
     box: tuple[int, int] | None = None
     """(rows, columns) of a copy through the map among ``args``; 64 columns are the 128 bytes of a swizzled row."""
+    cluster: int = 1
+    """Blocks of a thread block cluster."""
     overlap: bool = False
     """May start while the kernel before it on the stream still runs: it waits itself before it touches anything but
     weights (programmatic dependent launch, sm_90 and newer)."""

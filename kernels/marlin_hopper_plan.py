@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from ..formats.canonical import ELEMENTS, SCALE_DTYPES
@@ -15,27 +17,39 @@ from .wgmma_plan import STEP, Wgmma
 
 Spec = Mapping[str, Any]
 
-# (features, tokens, ways): us of a step of 64 k of a tile; H200, 2026-11-29, u4b8 in groups of 128, f16.
+# us of a step of 64 k of a tile; H200, 2026-11-30, u4b8 in groups of 128, f16.
 STEP_COST = {
-    (256, 16, 2): 0.32,
-    (128, 32, 2): 0.205,
-    (256, 32, 1): 0.38,
-    (256, 32, 2): 0.37,
-    (512, 32, 1): 0.67,
-    (128, 64, 2): 0.26,
-    (256, 64, 1): 0.45,
-    (256, 128, 1): 0.64,
+    Wgmma(256, 16, 1, sums=True): 0.272,
+    Wgmma(256, 16, 2): 0.283,
+    Wgmma(128, 32, 2): 0.155,
+    Wgmma(128, 32, 2, sums=True): 0.18,
+    Wgmma(256, 32, 1, sums=True): 0.3,
+    Wgmma(256, 32, 2): 0.311,
+    Wgmma(128, 64, 2): 0.205,
+    Wgmma(128, 64, 2, sums=True): 0.25,
+    Wgmma(256, 64, 1, sums=True): 0.4,
+    Wgmma(256, 64, 1): 0.42,
+    Wgmma(256, 128, 1): 0.665,
+    Wgmma(128, 128, 1, cluster=2, sums=True): 0.4,
+    Wgmma(128, 256, 1, cluster=2): 0.655,
 }
-TILES = tuple(Wgmma(*shape) for shape in STEP_COST)
+TILES = tuple(STEP_COST)
+
+RUN = 128
+"""k of two steps, which are one run where k and groups are multiples of it."""
 
 
-SUM_TOKENS = 64
-"""Most tokens of a tile whose sums of 64 k have scales: a second set of sums takes as many registers again."""
-
-
-def scales_sums(spec: Spec, x_dtype: str) -> bool:
-    """Whether scales act on fp32 sums of 64 k, as they would multiply 16-bit weights with more than one rounding."""
+def must_scale_sums(spec: Spec, x_dtype: str) -> bool:
+    """Whether scales would multiply 16-bit weights with more than one rounding, so that only sums can have them."""
     return bool(ELEMENTS[spec["element"]].is_float and scales.mixed(spec, x_dtype))
+
+
+def may_scale_sums(spec: Spec, x_dtype: str) -> bool:
+    """Whether scales may act on fp32 sums of a run. Integers in groups of 64 have more scales than that is worth, but
+    for those of another type, which take several instructions where they multiply weights."""
+    if _scale_rows(spec) != 1 or scales.exact(spec, x_dtype):
+        return False
+    return spec["group"] % RUN == 0 or scales.mixed(spec, x_dtype)
 
 
 def refuse(spec: Spec, device: Device, x_dtype: str) -> str | None:
@@ -44,31 +58,41 @@ def refuse(spec: Spec, device: Device, x_dtype: str) -> str | None:
         return reason
     if spec["group"] not in (-1, 16, 32) and spec["group"] % STEP:
         return f"takes groups of 16, 32 and multiples of {STEP}, not {spec['group']}"
-    if spec["group"] in (16, 32) and scales_sums(spec, x_dtype):
+    if spec["group"] in (16, 32) and must_scale_sums(spec, x_dtype):
         return f"scales sums of {STEP} k, and {spec['scale']} scales of every {spec['group']} would round in {x_dtype}"
     return None
 
 
 def refuse_tile(spec: Spec, device: Device, x_dtype: str, w: Wgmma) -> str | None:
-    """None if the tile's ring of stages fits into shared memory and its sums into registers, else why not."""
-    if w.tokens > SUM_TOKENS and scales_sums(spec, x_dtype):
-        return f"{spec['scale']} scales multiply fp32 sums, for which registers reach up to {SUM_TOKENS} tokens"
+    """None if the tile multiplies scales where this module may have them and its ring of stages fits into shared
+    memory, else why not."""
+    if w.sums and not may_scale_sums(spec, x_dtype):
+        return "scales sums of a run of k, within which this module has other scales, or exact products with weights"
+    if not w.sums and must_scale_sums(spec, x_dtype):
+        return f"{spec['scale']} scales multiply fp32 sums, of which this tile has one set"
+    if w.cluster > 1 and spec["n_padded"] % (w.features * w.cluster):
+        return f"blocks that share x have {w.features * w.cluster} outputs, of which {spec['n_padded']} is no multiple"
     if _stages(spec, w, device.shared) is None:
         return f"two stages need {shared(spec, w, 2)} bytes of shared memory, a block has {device.shared}"
     return None
 
 
+def one_order(spec: Spec, x_dtype: str, w: Wgmma) -> bool:
+    """Whether a row's sums have the same bits in every tile for which this is true."""
+    return not w.cut and w.ways == 1 and w.sums == must_scale_sums(spec, x_dtype)
+
+
 def estimate(spec: Spec, m: int, device: Device, w: Wgmma) -> float:
     """us on an H200, roughly."""
-    step = STEP_COST[w.features, w.tokens, w.ways]
+    step = STEP_COST[replace(w, cut=False)]
     return wgmma.estimate(w, wgmma.tiles(w, spec["n_padded"], m), step, spec["k"], device)
 
 
 def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | None, w: Wgmma) -> Plan:
     """The product with one tile; ``gather`` goes before it where x cannot be copied as it lies."""
     x, k = ("gathered", "k_padded") if gather else ("x", "k")
-    count, steps = wgmma.tiles(w, spec["n_padded"], m), -(-spec[k] // STEP)
-    blocks, split = wgmma.share(w, count, steps, device)
+    count, runs = wgmma.tiles(w, spec["n_padded"], m), -(-spec[k] // (_run(spec, w) * STEP))
+    blocks, split = wgmma.share(w, count, runs, device)
     stages = _stages(spec, w, device.shared)
     assert stages is not None
     weights = ("qweight", "scales", "qzeros", scales.factors(spec), "bias")
@@ -82,7 +106,8 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | Non
         block=w.threads,
         shared=shared(spec, w, stages),
         args=(*operands, *extents, bias_type(spec), *scales.args(spec), split),
-        box=(w.tokens, STEP),
+        box=(w.tokens // w.cluster, STEP),
+        cluster=w.cluster,
         overlap=device.overlaps,
     )
     scratch, counters = wgmma.memory(w, blocks, split)
@@ -97,15 +122,17 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | Non
 
 def variants(spec: Spec, x_dtype: str, device: Device) -> Iterator[tuple[int, ...]]:
     """Template arguments of every tile that runs a module on a device."""
-    for w in TILES:
+    for w, k in product(TILES, (RUN, RUN // 2)):
+        shaped = {**spec, "n_padded": w.features * w.cluster, "k_padded": k}
         stages = _stages(spec, w, device.shared)
-        if stages is not None and refuse_tile(spec, device, x_dtype, w) is None:
-            yield variant(spec, x_dtype, w, stages)
+        if stages is not None and refuse_tile(shaped, device, x_dtype, w) is None:
+            yield variant(shaped, x_dtype, w, stages)
 
 
 def variant(spec: Spec, x_dtype: str, w: Wgmma, stages: int) -> tuple[int, ...]:
     """The kernel's ``Variant``."""
-    return variant_of(spec, x_dtype, _scale_rows(spec), w.features, w.tokens, w.ways, stages)
+    shape = w.features, w.tokens, w.ways, w.cluster, stages
+    return variant_of(spec, x_dtype, _scale_rows(spec), _run(spec, w), int(w.sums), *shape)
 
 
 def shared(spec: Spec, w: Wgmma, stages: int) -> int:
@@ -117,10 +144,16 @@ def shared(spec: Spec, w: Wgmma, stages: int) -> int:
 
 
 def _scale_rows(spec: Spec) -> int:
-    """Rows of scales in 64 k; 0 for a float's one scale for all of k, which multiplies the finished sum."""
-    if spec["group"] == -1 and ELEMENTS[spec["element"]].is_float:
+    """Rows of scales in 64 k; 0 for one scale for all of k, which multiplies finished sums (zero points need a row)."""
+    if spec["group"] == -1 and spec["zero"] is None:
         return 0
     return STEP // spec["group"] if spec["group"] in (16, 32) else 1
+
+
+def _run(spec: Spec, w: Wgmma) -> int:
+    """Steps of a run, the unit of cuts and, where there are, of scaled sums."""
+    groups = (spec["group"],) if w.sums else ()
+    return 2 if all(extent % RUN == 0 for extent in (spec["k_padded"], *groups)) else 1
 
 
 def _stages(spec: Spec, w: Wgmma, most: int) -> int | None:

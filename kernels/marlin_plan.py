@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | 1 to 8 | marlin_decode | tiles of 64 features, k split over its warps: time is reading W once |
 | above | marlin_tiled | 64 to 256 features x 16 to 128 tokens |
-| above, on Hopper | marlin_wgmma (marlin_hopper_plan) | 128 to 512 features x 16 to 128 tokens |
+| above, on Hopper | marlin_wgmma (marlin_hopper_plan) | 128 or 256 features x 16 to 256 tokens |
 
 Large matrices of 4-bit integers in groups of 16 take wgmma at any m, and batch-invariant products the tiles that add in
 one order.
@@ -49,9 +49,9 @@ K_LIMIT = 2**21
 """Keeps the kernels' products of a block's number and of steps along k in 32 bits."""
 
 
-def one_order(tile: Tiled | Wgmma) -> bool:
+def one_order(spec: Spec, x_dtype: str, tile: Tiled | Wgmma) -> bool:
     """Whether a tile adds the products of a row from the first k to the last, whatever its extents."""
-    return not tile.cut and (tile.ways if isinstance(tile, Wgmma) else tile.wk) == 1
+    return hopper.one_order(spec, x_dtype, tile) if isinstance(tile, Wgmma) else not tile.cut and tile.wk == 1
 
 
 def choose_tile(
@@ -82,8 +82,9 @@ def choose_tile(
                 else:
                     times[tile] = tiled.estimate(spec, m, device, tile)
     if batch_invariant:
-        refused |= {str(t): "adds in an order that depends on m" for t in times if not one_order(t)}
-        times = {t: time for t, time in times.items() if one_order(t)}
+        invariant = {t: time for t, time in times.items() if one_order(spec, x_dtype, t)}
+        refused |= {str(t): "adds in an order that depends on m" for t in times if t not in invariant}
+        times = dict(invariant)
         if not times:
             raise UnsupportedError("no Marlin kernel adds the products of these types in one order")
     return fastest(times, refused)

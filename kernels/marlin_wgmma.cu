@@ -1,5 +1,6 @@
 // y[m, n] = x[m, k] W^T on Hopper for more rows than marlin_decode takes, from marlin tiles: wgmma.cuh's pipeline with
-// stages of 64 k, which hold x, weights, scales and zeros as they lie. A warp takes half a 64-wide tile.
+// stages of 64 k, which hold x, weights, scales and zeros as they lie. A warp takes half a 64-wide tile, or a
+// quarter.
 #include "wgmma.cuh"
 
 struct Variant {
@@ -8,22 +9,42 @@ struct Variant {
   int rows;              // rows of scales in 64 k: 1, 2, 4; 0: one scale for all of k
   int block;             // 1: a scale for whole tiles of columns, or, when rows is 0, no scale but the factor
   int factor;            // 1: sums over all of k have a factor of their own (decode.cuh)
-  int features, tokens, ways, stages; // Shape
+  int run;               // 2: k is a multiple of 128
+  int sums;              // 1: scales multiply the sums of a run, which is within a group; 0: weights
+  int features, tokens, ways, cluster, stages; // Shape
 };
 
-// Scales multiply the 16-bit weights where that rounds once (integers) or never; else fp32 sums, of 64 k or all.
+// Scales multiply the 16-bit weights, where that rounds once (integers) or never, or fp32 sums: of a run, or of all of k.
 constexpr bool is_float(Variant v) { return facts(Element(v.element)).exponent != 0; }
 constexpr bool scales_exactly(Variant v) {
   return v.rows != 0 && exact_product(Element(v.element), Dtype(v.x), Dtype(v.scale));
 }
 
+// COUNT words side by side, aligned to all of them.
+template <int COUNT>
+DEVICE void load_shared(u32* to, const u8* from) {
+  if constexpr (COUNT == 1) {
+    to[0] = *reinterpret_cast<const u32*>(from);
+  } else if constexpr (COUNT == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(from);
+    to[0] = v.x, to[1] = v.y;
+  } else {
+    static_assert(COUNT == 4);
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  }
+}
+
 template <Variant V>
 struct Tiles {
-  static constexpr Shape SHAPE = {V.features, V.tokens, V.ways, V.stages, V.stages};
+  static constexpr Shape SHAPE = {V.features, V.tokens, V.ways, V.cluster, V.stages, V.stages};
   static constexpr Element E = Element(V.element);
   static constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
   static constexpr int STEPS = 1, BITS = facts(E).bits;
-  static constexpr bool FACTOR = V.factor, EXACT = scales_exactly(V), SUMS = V.rows != 0 && is_float(V) && !EXACT;
+  static constexpr int BLOCKS = blocks_of(SHAPE), PARTS = 4 / BLOCKS; // a warp's part of a 64-wide tile
+  static constexpr bool FACTOR = V.factor, EXACT = scales_exactly(V), SUMS = V.sums;
+  static constexpr int RUN = V.run;
+  static_assert(!SUMS || (V.rows == 1 && !EXACT));
   static constexpr int DECODING = (V.zero ? 12 : 0) + (BITS == 8 ? 8 : 0) + (S != T ? 8 : 0);
 
   static constexpr int SLICE = V.features * 2 * BITS;                        // bytes of 16 k
@@ -77,22 +98,22 @@ struct Tiles {
     }
   };
 
-  // Decodes a warp's 32 rows: half a 64-wide tile, blocks 2 half and 2 half + 1.
+  // Decodes a warp's rows: of a 64-wide tile, BLOCKS blocks from BLOCKS * part on.
   struct Decoder {
     using D = Decode<E, T, V.zero != 0>;
     const Source& from;
-    int tile, half; // tile: of the block's 64-wide ones
+    int tile, part; // tile: of the block's 64-wide ones
     int lane;
     Divide run_of; // steps that share a row of the grid of block scales
     const u8* block;
     float now, ahead; // scales of a block; one is on its way while the step before is multiplied
 
     DEVICE Decoder(const Source& from, int warp, int lane)
-        : from(from), tile(warp / 2), half(warp % 2), lane(lane), run_of(SUMS && V.block ? from.group / STEP : 1), now(0), ahead(0) {}
+        : from(from), tile(warp / PARTS), part(warp % PARTS), lane(lane), run_of(SUMS && V.block ? from.group / STEP : 1), now(0), ahead(0) {}
 
     DEVICE void begin(const Problem<Tiles>& p, const Segment& s, int warp) {
       if constexpr (SUMS && V.block) {
-        const int feature = min(p.place(s.tile).feature + warp * 32, p.n_padded - 1);
+        const int feature = min(p.place(s.tile).feature + warp * 16 * BLOCKS, p.n_padded - 1);
         block = from.scales + uniform(feature / p.factor.columns) * bytes_of(S);
       }
     }
@@ -101,57 +122,55 @@ struct Tiles {
         ahead = number<S>(load_one<S>(block + i64(run_of(step)) * from.in_row * bytes_of(S)), 0);
     }
     DEVICE void scale_now() { now = ahead; }
-    // Of the sums of 64 k: scale v belongs to row g + 8 v of the warp's 32.
-    DEVICE void sum_scales(const Stage& stage, int g, float (&s)[4]) {
+    // Of the sums of a run: scale v belongs to row g + 8 v of the warp's 32.
+    DEVICE void sum_scales(const Stage& stage, int g, float (&s)[2 * BLOCKS]) {
+      constexpr int IN_WORD = 4 / bytes_of(S);
+      const u32* words = reinterpret_cast<const u32*>(stage.scales + (tile * 64 + g * 8 + part * 2 * BLOCKS) * bytes_of(S));
 #pragma unroll
-      for (int v = 0; v < 4; v++) s[v] = V.block ? now : scale_at(stage.scales + (tile * 64 + g * 8 + half * 4) * bytes_of(S), v);
+      for (int v = 0; v < 2 * BLOCKS; v++) s[v] = V.block ? now : number<S>(words[v / IN_WORD], v % IN_WORD);
       scale_now();
     }
 
     template <int COUNT>
-    DEVICE void slice(const Stage& stage, int, int slice, int g, u32 (&a)[COUNT][2][4]) const {
+    DEVICE void slice(const Stage& stage, int, int slice, int g, u32 (&a)[COUNT][BLOCKS][4]) const {
 #pragma unroll
       for (int i = 0; i < COUNT; i++) fragments(stage, slice * COUNT + i, g, a[i]);
     }
 
-    // 16 k of a stage -> the A fragments of two blocks, scaled: (q - zero) * scale rounded once.
-    DEVICE void fragments(const Stage& stage, int slice, int g, u32 (&a)[2][4]) const {
-      u32 words[2][D::WORDS];
-      const u8* from = stage.codes[slice] + tile * 128 * BITS + (lane * 2 + half) * 2 * BITS;
-      if constexpr (D::WORDS == 1) {
-        const uint2 v = *reinterpret_cast<const uint2*>(from);
-        words[0][0] = v.x, words[1][0] = v.y;
-      } else {
-        const uint4 v = *reinterpret_cast<const uint4*>(from);
-        words[0][0] = v.x, words[0][1] = v.y, words[1][0] = v.z, words[1][1] = v.w;
-      }
+    // 16 k of a stage -> the A fragments of the warp's blocks, scaled: (q - zero) * scale rounded once.
+    DEVICE void fragments(const Stage& stage, int slice, int g, u32 (&a)[BLOCKS][4]) const {
+      constexpr int COUNT = BLOCKS * D::WORDS;
+      u32 words[BLOCKS][D::WORDS];
+      load_shared<COUNT>(&words[0][0], stage.codes[slice] + tile * 128 * BITS + (lane * PARTS + part) * COUNT * 4);
       const int row = slice * V.rows / 4, column = tile * 64 + g * 8; // the lane's eight columns, side by side
-      Zero low[2], high[2];
+      Zero low[BLOCKS], high[BLOCKS];
       zeros(stage.scales + V.rows * SCALES + row * ZEROS + column * BITS / 8, low, high);
-      const u8* scales = stage.scales + row * SCALES + (column + half * 4) * bytes_of(S);
+      const u8* scales = stage.scales + row * SCALES + (column + part * 2 * BLOCKS) * bytes_of(S);
       if constexpr (EXACT) {
+        const int first = BLOCKS == 1 ? part % 2 : 0; // in the word of two blocks' scales
         u32 s[2][2];
-        Scaled<E, T, S>::rows(reinterpret_cast<const u32*>(scales), s);
+        Scaled<E, T, S>::rows(reinterpret_cast<const u32*>(scales - 2 * first), s);
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
+        for (int j = 0; j < BLOCKS; j++) {
           D::raw(words[j], a[j]);
-          Scaled<E, T, S>::block(a[j], s[j][0], s[j][1]);
+          Scaled<E, T, S>::block(a[j], first ? s[1][0] : s[j][0], first ? s[1][1] : s[j][1]);
         }
-      } else if constexpr (is_float(V)) {
+      } else if constexpr (SUMS || V.rows == 0 || is_float(V)) {
 #pragma unroll
-        for (int j = 0; j < 2; j++) D::block(words[j], low[j], high[j], a[j]);
+        for (int j = 0; j < BLOCKS; j++) D::block(words[j], low[j], high[j], a[j]);
       } else if constexpr (S == T) {
-        const uint2 v = *reinterpret_cast<const uint2*>(scales);
+        u32 pairs[BLOCKS];
+        load_shared<BLOCKS>(pairs, scales);
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
+        for (int j = 0; j < BLOCKS; j++) {
           D::block(words[j], low[j], high[j], a[j]);
-          const u32 pair = j ? v.y : v.x, s[2] = {twice(pair, 0), twice(pair, 1)};
+          const u32 s[2] = {twice(pairs[j], 0), twice(pairs[j], 1)};
 #pragma unroll
           for (int i = 0; i < 4; i++) a[j][i] = mul2<T>(a[j][i], s[i % 2]);
         }
       } else {
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
+        for (int j = 0; j < BLOCKS; j++) {
           D::block(words[j], low[j], high[j], a[j]);
           const float s[2] = {scale_at(scales, 2 * j), scale_at(scales, 2 * j + 1)};
 #pragma unroll
@@ -170,14 +189,15 @@ struct Tiles {
         return to_float<S>(reinterpret_cast<const u16*>(scales)[i]);
     }
 
-    DEVICE void zeros(const u8* from, Zero (&low)[2], Zero (&high)[2]) const {
+    DEVICE void zeros(const u8* from, Zero (&low)[BLOCKS], Zero (&high)[BLOCKS]) const {
 #pragma unroll
-      for (int j = 0; j < 2; j++) low[j] = high[j] = D::fixed();
+      for (int j = 0; j < BLOCKS; j++) low[j] = high[j] = D::fixed();
       if constexpr (V.zero) {
         const u32* word = reinterpret_cast<const u32*>(from);
-        const u32 words[D::WORDS] = {BITS == 4 ? word[0] >> 8 * half : word[half]}; // blocks 0 and 1 are its first
+        const int first = part * BLOCKS; // which is then block 0
+        const u32 words[D::WORDS] = {BITS == 4 ? word[0] >> 4 * first : word[first / 2] >> 8 * (first % 2)};
 #pragma unroll
-        for (int j = 0; j < 2; j++) D::zeros(words, j, low[j], high[j]);
+        for (int j = 0; j < BLOCKS; j++) D::zeros(words, j, low[j], high[j]);
       }
     }
   };
@@ -187,7 +207,7 @@ struct Tiles {
   static DEVICE void finish(const Problem<Tiles>& p, int feature, int lane, Times times) {
     constexpr Dtype F = V.rows == 0 && V.block ? S : Dtype::f32;
 #pragma unroll
-    for (int v = 0; v < 4; v++) {
+    for (int v = 0; v < 2 * BLOCKS; v++) {
       if constexpr (V.rows == 0 && !V.block) {
         const int at = feature / 64 * 64 + lane / 4 * 8 + feature % 64 / 8 + v;
         times(v, number<S>(load_one<S>(p.source.scales + at * bytes_of(S)), 0));

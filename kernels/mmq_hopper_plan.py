@@ -66,7 +66,8 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, w: Wgmma) -> Plan:
         block=w.threads,
         shared=shared(spec["kind"], w),
         args=(*pointers, *extents, bias_type(spec), *starts(spec), split),
-        box=(w.tokens, wgmma.STEP),
+        box=(w.tokens // w.cluster, wgmma.STEP),
+        cluster=w.cluster,
         overlap=device.overlaps,
     )
     scratch, counters = wgmma.memory(w, blocks, split)

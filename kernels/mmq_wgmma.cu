@@ -15,9 +15,9 @@ struct Variant {
 template <Variant V>
 struct Strips {
   using P = Strip<Kind(V.kind)>;
-  static constexpr Shape SHAPE = {256, V.tokens, 1, V.stages, 2};
+  static constexpr Shape SHAPE = {256, V.tokens, 1, 1, V.stages, 2};
   static constexpr Dtype T = Dtype(V.x);
-  static constexpr int STEPS = DEPTH / STEP, DECODING = 16;
+  static constexpr int STEPS = DEPTH / STEP, RUN = 1, DECODING = 16;
   static constexpr bool FACTOR = V.factor, SUMS = false;
   static constexpr int BLOCK = 8 * P::BYTES; // of 128 rows
 

@@ -1,11 +1,14 @@
 // The pipeline of kernels that decode weights straight into the A registers of wgmma.
 //
-//   a warpgroup multiplies 128 rows of W with the tokens of a tile; each of its warps takes 32 rows
+//   a warpgroup multiplies 128 rows of W with the tokens of a tile; each of its warps takes 32 rows, two blocks of 16
 //   one more warp fills rings of stages: x as swizzled boxes of 64 k, weights as they lie
 //
 //   A warp decodes one slice of 64 k while the slice before is multiplied:
 //
 //       issue slice 0 | decode slice 1 | wait for slice 0 | issue slice 1 | decode slice 2 | ...
+//
+//   In a cluster a warp takes one block, with twice the tokens: half the decoding. Its thread blocks have rows of W side
+//   by side and the same x, of which each copies its part to all; L2 could not deliver it to each.
 //
 //   The grid is persistent. Whole tiles go round the blocks; the last `split` tiles are cut along k into one even share
 //   for each block, wherever that falls. The last warp to finish its part of a cut tile adds the parts in order of k, so
@@ -15,7 +18,8 @@
 //
 //   SHAPE, T       a block's tile; the type of x, y and the MMA
 //   STEPS          steps of 64 k in a stage of weights: one, whose stage holds x too, or more, whose ring is of its own
-//   SUMS           whether decoded weights lack a scale, which then multiplies the sums of each 64 k
+//   RUN            steps that no cut parts: 2 where k is a multiple of 128, which spares half of the loop's conditions
+//   SUMS           whether decoded weights lack a scale, which then multiplies the sums of each run
 //   FACTOR         whether finished sums have a factor, which costs registers where parts of tiles are added
 //   DECODING       registers that decoding takes beyond those of 4-bit integers with scales of x's type
 //   Stage          what lies in shared memory of a stage of weights
@@ -32,17 +36,19 @@ constexpr int STEP = 64; // k of a stage of x
 constexpr int BAND = 8;  // token tiles that go through all features together, so that x of these stays in L2
 
 struct Shape {
-  int features, tokens; // of a tile: 128 .. 512, 16 .. 128
+  int features, tokens; // of a tile: 128 .. 512, 16 .. 256
   int ways;             // 2: a second set of warpgroups has the same features, and each takes every other 64 k
+  int cluster;          // thread blocks that share x
   int stages;           // of x, a power of two
   int weight_stages;    // the same, where weights have a ring of their own
 };
 
-// Two warpgroups of long wgmmas take turns: see TURN_OF.
-constexpr bool turns(Shape s) { return s.tokens == 128 && s.features == 256 && s.ways == 1; }
-constexpr int warps_of(Shape s) { return s.features / 32; } // of one way
-constexpr int rows_out(Shape s) { return s.tokens < 32 ? s.tokens : 32; } // tokens of y that go out together
-constexpr int threads_of(Shape s) { return s.features * s.ways + 128; }
+constexpr int blocks_of(Shape s) { return s.cluster > 1 ? 1 : 2; }           // of 16 rows, of a warp
+constexpr int warps_of(Shape s) { return s.features / (16 * blocks_of(s)); } // of one way
+constexpr int rows_out(Shape s) { return s.tokens < 32 ? s.tokens : 32; }    // tokens of y that go out together
+constexpr int threads_of(Shape s) { return 32 * warps_of(s) * s.ways + 128; }
+// Two warpgroups take turns, where that was seen to be faster: see TURN_OF.
+constexpr bool turns(Shape s) { return s.tokens != 64 && s.ways == 1 && warps_of(s) == 8; }
 // Registers of a thread after the roles have shared them out: setmaxnreg counts in eights and takes no less than 24.
 constexpr int all_registers(Shape s) { return 65536 / threads_of(s) / 8 * 8 * threads_of(s); }
 constexpr int consumer_registers(Shape s) { return (all_registers(s) - 24 * 128) / (threads_of(s) - 128) / 8 * 8; }
@@ -50,17 +56,22 @@ constexpr int producer_registers(Shape s) {
   return (all_registers(s) - consumer_registers(s) * (threads_of(s) - 128)) / 128 / 8 * 8;
 }
 template <class K>
-constexpr int SPARE = consumer_registers(K::SHAPE) - K::SHAPE.tokens * (K::SUMS ? 2 : 1) - K::DECODING;
+constexpr int SUM_REGISTERS = K::SHAPE.tokens / 2 * blocks_of(K::SHAPE);
+template <class K>
+constexpr int SPARE = consumer_registers(K::SHAPE) - (K::SUMS ? 2 * SUM_REGISTERS<K> + 16 : SUM_REGISTERS<K>) - K::DECODING;
 // 16 k's of a slice: what is decoded while the slice before is multiplied. As many as registers allow.
 template <class K>
 constexpr int DEPTH_OF = SPARE<K> > 96 ? 4 : SPARE<K> > 68 || K::STEPS > 1 ? 2 : 1;
+
+template <class K>
+using Sums = float[blocks_of(K::SHAPE)][K::SHAPE.tokens / 2];
 
 template <class K>
 struct alignas(1024) Shared {
   static constexpr Shape S = K::SHAPE;
   u8 x[S.stages][S.tokens * STEP * 2];
   typename K::Stage weights[S.weight_stages];
-  u8 out[warps_of(S)][rows_out(S)][64];
+  u8 out[warps_of(S)][rows_out(S)][32 * blocks_of(S)];
   float4 sums[S.ways > 1 ? S.tokens / 4 : 1][S.ways > 1 ? S.features : 1]; // of the other way, a thread's side by side
   u64 full[S.stages], empty[S.stages];
   u64 given, taken; // sums of the other way: in place, and free again
@@ -75,33 +86,36 @@ struct Ring {
   static DEVICE u32 parity(u32 step) { return step / STAGES % 2; }
 };
 
-// Stages of weights [begin, end) of a tile.
+// Units [begin, end) of a tile: runs, or stages of weights where these are longer.
 struct Segment {
   int tile, begin, end;
 };
 
-// This block's segments, in the order in which every role goes through them: whole tiles first, so that all blocks read
+// The segments of a worker, a thread block or a cluster, in the order in which every role goes through them: whole tiles first, so that all blocks read
 // the same k at the same time, then its share of the last `split` tiles, which are cut evenly.
+template <int CLUSTER>
 struct Schedule {
   int whole, split, steps; // whole: tiles that are not cut; steps: of a tile
   int next_whole;
-  u32 position; // next unit (a stage of a tile) of the cut tiles
+  u32 position; // next unit of the cut tiles
 
   DEVICE Schedule(int tiles, int split, int steps) : whole(tiles - split), split(split), steps(steps) {
-    next_whole = blockIdx.x, position = start(blockIdx.x);
+    next_whole = me(), position = start(me());
   }
-  // First unit of block b's share; split * steps * blocks < 2^32. The same in all lanes, which the division hides.
-  DEVICE u32 start(u32 b) const { return uniform(u32(split * steps) * b / gridDim.x); }
-  // The block whose share holds a unit.
-  DEVICE int owner(u32 unit) const { return uniform(((unit + 1) * gridDim.x - 1) / u32(split * steps)); }
+  static DEVICE int me() { return blockIdx.x / CLUSTER; }
+  static DEVICE u32 workers() { return gridDim.x / CLUSTER; }
+  // First unit of worker w's share; split * steps * workers < 2^32. The same in all lanes, which the division hides.
+  DEVICE u32 start(u32 w) const { return uniform(u32(split * steps) * w / workers()); }
+  // The worker whose share holds a unit.
+  DEVICE int owner(u32 unit) const { return uniform(((unit + 1) * workers() - 1) / u32(split * steps)); }
 
   DEVICE bool next(Segment& s) {
     if (next_whole < whole) {
       s.tile = next_whole, s.begin = 0, s.end = steps;
-      next_whole += gridDim.x;
+      next_whole += workers();
       return true;
     }
-    const u32 stop = start(blockIdx.x + 1);
+    const u32 stop = start(me() + 1);
     if (position == stop) return false;
     s.tile = uniform(position / steps), s.begin = position - s.tile * steps;
     s.end = min(u32(steps), s.begin + stop - position);
@@ -111,18 +125,24 @@ struct Schedule {
   }
 };
 
-// First weight row and token of a tile. Tiles go token first, in bands of BAND token tiles.
+// First weight row and token of a tile, of this block's part of it. Tiles go token first, in bands of BAND token tiles.
 struct Place {
   int feature, token;
 };
 template <class K>
+DEVICE int across(int n_padded) { // tiles along the features
+  constexpr int WIDTH = K::SHAPE.features * K::SHAPE.cluster;
+  return (n_padded + WIDTH - 1) / WIDTH;
+}
+template <class K>
 DEVICE Place place(int tile, int m, int n_padded) {
   constexpr Shape S = K::SHAPE;
-  const int tokens = (m + S.tokens - 1) / S.tokens, features = (n_padded + S.features - 1) / S.features;
+  constexpr int CLUSTER = S.cluster;
+  const int tokens = (m + S.tokens - 1) / S.tokens, features = across<K>(n_padded);
   const int band = uniform(tile / (BAND * features)), width = min(BAND, tokens - band * BAND);
   const int at = tile - band * BAND * features;
   const int feature = uniform(at / width);
-  return {feature * S.features, (band * BAND + at - feature * width) * S.tokens};
+  return {(feature * CLUSTER + int(blockIdx.x) % CLUSTER) * S.features, (band * BAND + at - feature * width) * S.tokens};
 }
 
 template <class K>
@@ -135,10 +155,9 @@ struct Problem {
   Factor factor;
 
   DEVICE Place place(int tile) const { return ::place<K>(tile, out.m, n_padded); }
-  DEVICE Schedule schedule() const {
-    constexpr int UNIT = STEP * K::STEPS;
-    return {(out.m + K::SHAPE.tokens - 1) / K::SHAPE.tokens * ((n_padded + K::SHAPE.features - 1) / K::SHAPE.features), split,
-            (k + UNIT - 1) / UNIT};
+  DEVICE Schedule<K::SHAPE.cluster> schedule() const {
+    constexpr int UNIT = STEP * K::STEPS * K::RUN;
+    return {(out.m + K::SHAPE.tokens - 1) / K::SHAPE.tokens * across<K>(n_padded), split, (k + UNIT - 1) / UNIT};
   }
 };
 
@@ -147,19 +166,22 @@ DEVICE void produce(Shared<K>& shared, const Problem<K>& p, const TensorMap& x) 
   constexpr Shape S = K::SHAPE;
   using Stages = Ring<S.stages>;
   using Weights = Ring<S.weight_stages>;
-  Schedule work = p.schedule();
+  auto work = p.schedule();
+  constexpr int CLUSTER = S.cluster;
+  const int rank = int(blockIdx.x) % CLUSTER;
   u32 done = 0; // stages of weights
   let_next_start();
   for (Segment s; work.next(s);) {
     const Place at = p.place(s.tile);
-    typename K::Copies weights(p.source, at, min(S.features, p.n_padded - at.feature), s.begin, work.steps);
+    const int begin = s.begin * K::RUN, end = s.end * K::RUN; // stages of weights
+    typename K::Copies weights(p.source, at, min(S.features, p.n_padded - at.feature), begin, work.steps * K::RUN);
     if (done == 0) {
       // The first stages' weights are on their way to L2 while the kernel before still runs.
-      if (elected()) weights.prefetch(s.begin, min(s.end, s.begin + S.weight_stages));
+      if (elected()) weights.prefetch(begin, min(end, begin + S.weight_stages));
       const TensorMap* map = &x;
       wait_for_previous(map);
     }
-    for (int unit = s.begin; unit < s.end; unit++, done++) {
+    for (int unit = begin; unit < end; unit++, done++) {
       weights.advance(unit);
       if constexpr (K::STEPS > 1) {
         const int stage = Weights::stage(done);
@@ -177,7 +199,12 @@ DEVICE void produce(Shared<K>& shared, const Problem<K>& p, const TensorMap& x) 
         if (!elected()) continue;
         const u32 full = shared_address(&shared.full[stage]);
         barrier_expect(full, sizeof(shared.x[0]) + (K::STEPS == 1 ? weights.bytes : 0));
-        copy_box(shared_address(shared.x[stage]), x, (unit * K::STEPS + i) * STEP, at.token, full);
+        const u32 to = shared_address(shared.x[stage]);
+        const int k = (unit * K::STEPS + i) * STEP;
+        if constexpr (CLUSTER == 1)
+          copy_box(to, x, k, at.token, full);
+        else
+          copy_box_to_all<CLUSTER>(to + rank * (sizeof(shared.x[0]) / CLUSTER), x, k, at.token + rank * (S.tokens / CLUSTER), full);
         if constexpr (K::STEPS == 1) weights.copy(shared.weights[stage], unit, full);
       }
     }
@@ -188,27 +215,29 @@ DEVICE void add(float* d, float4 v) { d[0] += v.x, d[1] += v.y, d[2] += v.z, d[3
 
 // Adds the parts of a cut tile. True in the warp that came last, whose `d` then is the whole sum.
 template <class K>
-DEVICE bool add_parts(float (&d)[2][K::SHAPE.tokens / 2], const Problem<K>& p, const Schedule& work, const Segment& s,
+DEVICE bool add_parts(Sums<K>& d, const Problem<K>& p, const Schedule<K::SHAPE.cluster>& work, const Segment& s,
                       int warp) {
-  constexpr int TOKENS = K::SHAPE.tokens, CHUNKS = TOKENS / 4; // of 16 bytes a lane
-  // Of those in flight at once. At 128 tokens more than four spill, with a factor more than two.
+  constexpr int CHUNKS = SUM_REGISTERS<K> / 4, OF_BLOCK = K::SHAPE.tokens / 8; // of 16 bytes a lane
+  // Of those in flight at once. Of 128 sums more than four spill, with a factor more than two.
   constexpr int MOST = SPARE<K> > 96 ? 8 : SPARE<K> > 64 ? 4 : 2;
-  constexpr int BATCH = TOKENS == 128 ? (K::FACTOR ? 2 : 4) : MOST > CHUNKS ? 4 : MOST;
+  constexpr int BATCH = CHUNKS == 32 ? (K::FACTOR ? 2 : 4) : MOST > CHUNKS ? 4 : MOST;
+  constexpr int CLUSTER = K::SHAPE.cluster, WARPS = CLUSTER * warps_of(K::SHAPE);
   const int lane = fresh_lane();
   const int cut = s.tile - work.whole;
   const int head = work.owner(cut * work.steps), tail = work.owner((cut + 1) * work.steps - 1);
-  // A block has at most two parts: the end of its first tile and the beginning of its last.
-  auto part = [&](int block) {
-    const i64 slot = 2 * block + (block == head);
-    return reinterpret_cast<float4*>(p.scratch) + (slot * warps_of(K::SHAPE) + warp) * CHUNKS * 32 + lane;
+  warp += int(blockIdx.x) % CLUSTER * warps_of(K::SHAPE);
+  // A worker has at most two parts: the end of its first tile and the beginning of its last.
+  auto part = [&](int worker) {
+    const i64 slot = 2 * worker + (worker == head);
+    return reinterpret_cast<float4*>(p.scratch) + (slot * WARPS + warp) * CHUNKS * 32 + lane;
   };
-  auto chunk = [&](int i) { return &d[i / (CHUNKS / 2)][i % (CHUNKS / 2) * 4]; };
+  auto chunk = [&](int i) { return &d[i / OF_BLOCK][i % OF_BLOCK * 4]; };
 
-  u32* counter = p.counters + cut * warps_of(K::SHAPE) + warp;
+  u32* counter = p.counters + cut * WARPS + warp;
   const u32 others = tail - head;
   bool last = lane == 0 && arrived(counter) == others; // then nobody needs this part in memory
   if (!__any_sync(~0u, last)) {
-    float4* mine = part(blockIdx.x);
+    float4* mine = part(work.me());
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++)
       __stcg(mine + i * 32, make_float4(chunk(i)[0], chunk(i)[1], chunk(i)[2], chunk(i)[3]));
@@ -219,23 +248,23 @@ DEVICE bool add_parts(float (&d)[2][K::SHAPE.tokens / 2], const Problem<K>& p, c
   if (lane == 0) *counter = 0;
   __syncwarp();
 
-  const int me = blockIdx.x;
+  const int me = work.me();
 #pragma unroll
   for (int i = 0; i < CHUNKS; i += BATCH) {
     float4 sum[BATCH] = {}, v[BATCH];
-    auto load = [&](int block) {
+    auto load = [&](int worker) {
 #pragma unroll
-      for (int c = 0; c < BATCH; c++) v[c] = load_partial(part(block) + (i + c) * 32);
+      for (int c = 0; c < BATCH; c++) v[c] = load_partial(part(worker) + (i + c) * 32);
     };
-    for (int block = head; block < me; block++) {
-      load(block);
+    for (int worker = head; worker < me; worker++) {
+      load(worker);
 #pragma unroll
       for (int c = 0; c < BATCH; c++) sum[c].x += v[c].x, sum[c].y += v[c].y, sum[c].z += v[c].z, sum[c].w += v[c].w;
     }
 #pragma unroll
     for (int c = 0; c < BATCH; c++) add(chunk(i + c), sum[c]);
-    for (int block = me + 1; block <= tail; block++) {
-      load(block);
+    for (int worker = me + 1; worker <= tail; worker++) {
+      load(worker);
 #pragma unroll
       for (int c = 0; c < BATCH; c++) add(chunk(i + c), v[c]);
     }
@@ -243,55 +272,59 @@ DEVICE bool add_parts(float (&d)[2][K::SHAPE.tokens / 2], const Problem<K>& p, c
   return true;
 }
 
-// A warp's 32 features x tokens, transposed through shared memory into runs of 64 bytes of y.
+// A warp's 32 (16) features x tokens, transposed through shared memory into runs of 64 (32) bytes of y.
 template <class K>
-DEVICE void store(float (&d)[2][K::SHAPE.tokens / 2], const Problem<K>& p, u8 (&buffer)[rows_out(K::SHAPE)][64], int token,
+DEVICE void store(Sums<K>& d, const Problem<K>& p, u8 (&buffer)[rows_out(K::SHAPE)][32 * blocks_of(K::SHAPE)], int token,
                   int feature) {
   constexpr Dtype T = K::T;
-  constexpr int TOKENS = K::SHAPE.tokens;
+  constexpr int TOKENS = K::SHAPE.tokens, PIECES = 2 * blocks_of(K::SHAPE), CHUNK = rows_out(K::SHAPE);
   const Output& out = p.out;
-  constexpr int CHUNK = rows_out(K::SHAPE);
   const int lane = fresh_lane();
   if (feature >= out.n) return;
-  float bias[4];
+  float bias[PIECES];
 #pragma unroll
-  for (int v = 0; v < 4; v++) bias[v] = out.bias_at(min(feature + lane / 4 + 8 * v, out.n - 1));
+  for (int v = 0; v < PIECES; v++) bias[v] = out.bias_at(min(feature + lane / 4 + 8 * v, out.n - 1));
   // The sums of column feature + lane / 4 + 8 v.
   auto times = [&](int v, float by) {
 #pragma unroll
     for (int i = v % 2 * 2; i < TOKENS / 2; i += 4) d[v / 2][i] *= by, d[v / 2][i + 1] *= by;
   };
   K::finish(p, feature, lane, times);
-  const bool wide = feature + 32 <= out.n && (reinterpret_cast<u64>(out.y) | out.ldy * 2) % 16 == 0;
+  const bool wide = feature + 8 * PIECES <= out.n && (reinterpret_cast<u64>(out.y) | out.ldy * 2) % 16 == 0;
+  // A token's 16-byte piece q, 8 features, lies at q ^ turn(token): neither side meets a bank twice.
+  auto turn = [](int row) { return row * PIECES / 8 % PIECES; };
 #pragma unroll
   for (int first = 0; first < TOKENS; first += CHUNK) {
     if (token + first >= out.m) return;
     __syncwarp();
-    // 16-byte piece q of a token's 64 bytes lies at q ^ (token / 2) % 4: neither side meets a bank twice.
+    // Four 8 x 8 matrices at once: 32 features of 8 tokens, or 16 of 16.
 #pragma unroll
-    for (int i = 0; i < CHUNK / 8; i++) {
-      const float *d0 = &d[0][(first / 8 + i) * 4], *d1 = &d[1][(first / 8 + i) * 4];
-      const int at = token + first + i * 8 + lane % 4 * 2, row = feature + lane / 4;
-      const u32 rows[4] = {
-          out.ended2<T>(d0[0], d0[1], bias[0], at, row), out.ended2<T>(d0[2], d0[3], bias[1], at, row + 8),
-          out.ended2<T>(d1[0], d1[1], bias[2], at, row + 16), out.ended2<T>(d1[2], d1[3], bias[3], at, row + 24)};
-      stmatrix4_transposed(shared_address(&buffer[i * 8 + lane % 8][(lane / 8 ^ lane % 8 / 2) * 16]), rows);
+    for (int i = 0; i < CHUNK; i += 32 / PIECES) {
+      u32 rows[4];
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        const int v = q % PIECES, at = first + i + q / PIECES * 8;
+        const float* sum = &d[v / 2][at / 2 + v % 2 * 2];
+        rows[q] = out.ended2<T>(sum[0], sum[1], bias[v], token + at + lane % 4 * 2, feature + lane / 4 + 8 * v);
+      }
+      const int q = lane / 8, row = i + q / PIECES * 8 + lane % 8;
+      stmatrix4_transposed(shared_address(&buffer[row][(q % PIECES ^ turn(row)) * 16]), rows);
     }
     __syncwarp();
     // What lies outside y repeats a store inside it: a store that only some lanes make would end uniform control flow.
     const int rows = out.m - token - first, columns = out.n - feature;
 #pragma unroll
-    for (int i = 0; i < CHUNK / 8; i++) {
-      const int row = min(i * 8 + lane / 4, rows - 1), piece = lane % 4;
+    for (int i = 0; i < CHUNK; i += 32 / PIECES) {
+      const int row = min(i + lane / PIECES, rows - 1), piece = lane % PIECES;
       u16* to = out.y + (token + first + row) * out.ldy + feature;
       const u8* from = buffer[row];
       if (wide) {
-        reinterpret_cast<uint4*>(to)[piece] = *reinterpret_cast<const uint4*>(from + (piece ^ row / 2 % 4) * 16);
+        reinterpret_cast<uint4*>(to)[piece] = *reinterpret_cast<const uint4*>(from + (piece ^ turn(row)) * 16);
       } else {
 #pragma unroll
         for (int c = 0; c < 8; c++) {
           const int column = min(piece * 8 + c, columns - 1);
-          to[column] = *reinterpret_cast<const u16*>(from + (column / 8 ^ row / 2 % 4) * 16 + column % 8 * 2);
+          to[column] = *reinterpret_cast<const u16*>(from + (column / 8 ^ turn(row)) * 16 + column % 8 * 2);
         }
       }
     }
@@ -304,9 +337,9 @@ constexpr int TURN_OF = 1;
 
 // Way 1 hands its sums to way 0, for the `turn`-th time.
 template <class K>
-DEVICE void join(float (&d)[2][K::SHAPE.tokens / 2], Shared<K>& shared, int way, u32 turn) {
+DEVICE void join(Sums<K>& d, Shared<K>& shared, int way, u32 turn) {
   constexpr Shape S = K::SHAPE;
-  static_assert(S.ways == 2);
+  static_assert(S.ways == 2 && blocks_of(S) == 2);
   const u32 given = shared_address(&shared.given), taken = shared_address(&shared.taken);
   if (way == 1) barrier_wait(taken, turn % 2 ^ 1);
   if (way == 0) barrier_wait(given, turn % 2);
@@ -325,34 +358,36 @@ DEVICE void join(float (&d)[2][K::SHAPE.tokens / 2], Shared<K>& shared, int way,
 template <class K>
 DEVICE void multiply(Shared<K>& shared, const Problem<K>& p, int warp) {
   constexpr Shape S = K::SHAPE;
-  constexpr int TOKENS = S.tokens, DEPTH = DEPTH_OF<K>, SLICES = STEP / 16 / DEPTH;
-  constexpr int BODY = SLICES < 2 ? 2 : SLICES; // slices of a loop body; they alternate between two buffers
+  constexpr int TOKENS = S.tokens, BLOCKS = blocks_of(S), CLUSTER = S.cluster;
+  constexpr int DEPTH = DEPTH_OF<K>, SLICES = STEP / 16 / DEPTH;
+  constexpr int LONG = K::RUN * SLICES;     // slices of a run
+  constexpr int BODY = LONG < 2 ? 2 : LONG; // slices of a loop body; they alternate between two buffers
   using Stages = Ring<S.stages>;
   using Weights = Ring<S.weight_stages>;
   const int lane = threadIdx.x % 32, way = warp / warps_of(S);
   warp %= warps_of(S);
   typename K::Decoder decode(p.source, warp, lane);
-  Schedule work = p.schedule();
+  auto work = p.schedule();
   const int group = warp / 4; // of four warps
   if (turns(S) && group == 1) report(TURN_OF + 0, 256);
   u32 done = 0, joined = 0; // steps; tiles
   for (Segment s; work.next(s);) {
-    float total[2][TOKENS / 2] = {}, part[2][K::SUMS ? TOKENS / 2 : 1];
-    auto& d = [&]() -> float(&)[2][TOKENS / 2] {
+    float total[BLOCKS][TOKENS / 2] = {}, part[BLOCKS][K::SUMS ? TOKENS / 2 : 1];
+    auto& d = [&]() -> Sums<K>& {
       if constexpr (K::SUMS)
         return part;
       else
         return total;
     }();
-    u32 a[2][DEPTH][2][4]; // of a slice and the one after; 16 k, block, register
-    const u32 begin = done, first = done + way, last = done + (s.end - s.begin) * K::STEPS;
+    u32 a[2][DEPTH][BLOCKS][4]; // of a slice and the one after; 16 k, block, register
+    const u32 begin = done, first = done + way * K::RUN, last = done + (s.end - s.begin) * K::STEPS * K::RUN;
     done = last;
     decode.begin(p, s, warp);
     auto weights = [&](u32 step) -> const typename K::Stage& { return shared.weights[Weights::stage(step / K::STEPS)]; };
     auto fetch = [&](u32 step, int slice, int buffer) {
       const int g = (DEPTH == 4 ? fresh_lane() : lane) / 4;
       if (slice == 0) {
-        decode.scale_ahead(s.begin * K::STEPS + step - begin);
+        decode.scale_ahead(s.begin * K::STEPS * K::RUN + step - begin);
         if (K::STEPS > 1 && step % K::STEPS == 0)
           barrier_wait(shared_address(&shared.weights_full[Weights::stage(step / K::STEPS)]),
                        Weights::parity(step / K::STEPS));
@@ -360,30 +395,34 @@ DEVICE void multiply(Shared<K>& shared, const Problem<K>& p, int warp) {
       }
       decode.template slice<DEPTH>(weights(step), step % K::STEPS, slice, g, a[buffer]);
     };
-    auto issue = [&](u32 step, int slice, int buffer) {
+    auto pin_sums = [&] {
+#pragma unroll
+      for (int j = 0; j < BLOCKS; j++) pin(d[j]);
+    };
+    auto issue = [&](u32 step, int slice, int buffer, bool opens) {
       const u64 b = swizzled_tile(shared_address(shared.x[Stages::stage(step)])) + slice * DEPTH * 2;
       if (turns(S) && slice == 0) meet(TURN_OF + group, 256);
-      pin(d[0]), pin(d[1]);
+      pin_sums();
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < DEPTH; i++)
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-          if (K::SUMS && slice == 0 && i == 0)
+        for (int j = 0; j < BLOCKS; j++) {
+          if (K::SUMS && opens && i == 0)
             wgmma<K::T, TOKENS, false>(d[j], a[buffer][i][j], b + i * 2);
           else
             wgmma<K::T, TOKENS>(d[j], a[buffer][i][j], b + i * 2);
         }
       wgmma_commit();
       if (turns(S) && slice == SLICES - 1) report(TURN_OF + 1 - group, 256);
-      pin(d[0]), pin(d[1]);
+      pin_sums();
     };
-    auto scale_step = [&](u32 step) {
+    auto scale_sums = [&](u32 step) {
       if constexpr (K::SUMS) {
-        float by[4];
+        float by[2 * BLOCKS];
         decode.sum_scales(weights(step), lane / 4, by);
 #pragma unroll
-        for (int j = 0; j < 2; j++)
+        for (int j = 0; j < BLOCKS; j++)
 #pragma unroll
           for (int i = 0; i < TOKENS / 2; i++) total[j][i] = fmaf(by[2 * j + i % 4 / 2], d[j][i], total[j][i]);
       }
@@ -392,17 +431,24 @@ DEVICE void multiply(Shared<K>& shared, const Problem<K>& p, int warp) {
     if (first < last) fetch(first, 0, 0);
     decode.scale_now();
     for (u32 body = first; body < last; body += BODY / SLICES * S.ways) {
+      auto step_of = [&](int i) -> u32 { return body + i / LONG * (K::RUN * S.ways) + i / SLICES % K::RUN; };
 #pragma unroll
       for (int i = 0; i < BODY; i++) {
-        const u32 step = body + i / SLICES * S.ways, next = i % SLICES == SLICES - 1 ? step + S.ways : step;
-        if (step < last) {
-          issue(step, i % SLICES, i % 2);
-          if (next < last) fetch(next, (i + 1) % SLICES, (i + 1) % 2);
+        const u32 step = step_of(i), next = step_of(i + 1);
+        const bool ends = i % LONG == LONG - 1; // a run
+        if (i < LONG || step < last) {
+          issue(step, i % SLICES, i % 2, i % LONG == 0);
+          if (!ends || next < last) fetch(next, (i + 1) % SLICES, (i + 1) % 2);
           wgmma_wait<0>();
-          pin(d[0]), pin(d[1]);
-          if (next != step) {
-            scale_step(step);
-            if (lane == 0) barrier_arrive(shared_address(&shared.empty[Stages::stage(step)]));
+          pin_sums();
+          if (ends) scale_sums(step);
+          if (i % SLICES == SLICES - 1) {
+            const u32 empty = shared_address(&shared.empty[Stages::stage(step)]);
+            if constexpr (CLUSTER == 1) {
+              if (lane == 0) barrier_arrive(empty);
+            } else {
+              if (lane < CLUSTER) barrier_arrive_at(empty, lane);
+            }
             if (K::STEPS > 1 && step % K::STEPS == K::STEPS - 1 && lane == 0)
               barrier_arrive(shared_address(&shared.weights_empty[Weights::stage(step / K::STEPS)]));
           }
@@ -416,7 +462,7 @@ DEVICE void multiply(Shared<K>& shared, const Problem<K>& p, int warp) {
     }
     if (s.end - s.begin < work.steps && !add_parts<K>(total, p, work, s, warp)) continue;
     const Place at = p.place(s.tile);
-    store<K>(total, p, shared.out[warp], at.token, at.feature + warp * 32);
+    store<K>(total, p, shared.out[warp], at.token, at.feature + warp * 16 * BLOCKS);
   }
 }
 
@@ -429,7 +475,7 @@ DEVICE void run(const Problem<K>& p, const TensorMap& x) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < S.stages; i++) {
       barrier_init(shared_address(&shared.full[i]), 1);
-      barrier_init(shared_address(&shared.empty[i]), warps_of(S));
+      barrier_init(shared_address(&shared.empty[i]), warps_of(S) * S.cluster);
     }
     for (int i = 0; K::STEPS > 1 && i < S.weight_stages; i++) {
       barrier_init(shared_address(&shared.weights_full[i]), 1);
@@ -441,6 +487,7 @@ DEVICE void run(const Problem<K>& p, const TensorMap& x) {
     prefetch(x);
   }
   __syncthreads();
+  if constexpr (S.cluster > 1) meet_cluster(); // barriers are there
 
   const int warp = uniform(threadIdx.x / 32);
   if (warp < warps_of(S) * S.ways) {
@@ -450,4 +497,5 @@ DEVICE void run(const Problem<K>& p, const TensorMap& x) {
     registers_release<producer_registers(S)>();
     if (warp == warps_of(S) * S.ways) produce<K>(shared, p, x);
   }
+  if constexpr (S.cluster > 1) meet_cluster(); // nobody copies to this block or arrives here any more
 }

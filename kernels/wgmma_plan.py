@@ -1,8 +1,10 @@
 """What the kernels on wgmma.cuh's pipeline have in common: tiles, how they go round the device, what they need.
 
-A tile is ``features`` x ``tokens``; ``ways`` groups of warps share its features and take every ways-th 64 k. Tiles go
-round a grid of one block for each SM; with ``cut`` those of the last wave are cut along k, so that every SM has its
-share, and the warps that finish last add the parts in order.
+A block's tile is ``features`` x ``tokens``; ``ways`` groups of warps share its features and take every ways-th run of
+k. Blocks side by side may be a cluster, which shares x: they are one worker, with one tile of as many times the
+features, and each of their warps has 16 features instead of 32. Tiles go round a grid of one block for each SM; with
+``cut`` those of the last wave are cut along k, so that every worker has its share, and the warps that finish last add
+the parts in order.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ NVRTC = (13, 3)
 """Compilers before this one may overwrite the A registers of a wgmma that still runs."""
 
 STEP = 64  # k of a stage of x
-WARP_FEATURES = 32
 
 START = 6.0
 """us of a launch, its first loads and its last stores; H200, 2026-11-29, as all that follow."""
@@ -30,15 +31,32 @@ class Wgmma:
     features: int
     tokens: int
     ways: int
+    cluster: int = 1
+    sums: bool = False
+    """Whether scales multiply fp32 sums instead of weights."""
     cut: bool = False
 
     @property
+    def warps(self) -> int:
+        """Of one way."""
+        return self.features // (16 if self.cluster > 1 else 32)
+
+    @property
     def threads(self) -> int:
-        return self.features * self.ways + 128
+        return 32 * self.warps * self.ways + 128
+
+    def workers(self, device: Device) -> int:
+        """Blocks or clusters at work at once."""
+        return device.sms // self.cluster
 
     def __str__(self) -> str:
-        ways = f", k in {self.ways} ways" if self.ways > 1 else ""
-        return f"wgmma {self.features} x {self.tokens}{ways}{', last wave cut' if self.cut else ''}"
+        said = {
+            f", {self.cluster} blocks share x": self.cluster > 1,
+            f", k in {self.ways} ways": self.ways > 1,
+            ", scaled sums": self.sums,
+            ", last wave cut": self.cut,
+        }
+        return f"wgmma {self.features} x {self.tokens}" + "".join(text for text, true in said.items() if true)
 
 
 def refuse(device: Device) -> str | None:
@@ -52,32 +70,34 @@ def refuse(device: Device) -> str | None:
 
 def tiles(w: Wgmma, n_padded: int, m: int) -> int:
     """Tiles of a product."""
-    return -(-m // w.tokens) * -(-n_padded // w.features)
+    return -(-m // w.tokens) * -(-n_padded // (w.features * w.cluster))
 
 
 def estimate(w: Wgmma, count: int, step: float, k: int, device: Device) -> float:
     """us on an H200, roughly, of ``count`` tiles whose steps of 64 k take ``step`` us each."""
-    waves = count / device.sms if w.cut else -(-count // device.sms)
+    workers = w.workers(device)
+    waves = count / workers if w.cut else -(-count // workers)
     add = CUT + w.features * w.tokens / SUMS if w.cut else 0
     return START + waves * -(-k // STEP) * step + add
 
 
-def share(w: Wgmma, count: int, stages: int, device: Device) -> tuple[int, int]:
-    """(blocks, tiles that are cut) of ``count`` tiles of so many stages of weights each."""
-    split = count % device.sms if w.cut else 0
-    blocks = min(device.sms, count * stages if split else count)
-    if split * stages < blocks or split * stages * blocks >= 2**32:  # a share for each block, divided in 32 bits
-        return min(device.sms, count), 0
-    return blocks, split
+def share(w: Wgmma, count: int, units: int, device: Device) -> tuple[int, int]:
+    """(blocks, tiles that are cut) of ``count`` tiles of so many units each, which no cut parts."""
+    most = w.workers(device)
+    split = count % most if w.cut else 0
+    workers = min(most, count * units if split else count)
+    if split * units < workers or split * units * workers >= 2**32:  # a share for each, divided in 32 bits
+        workers, split = min(most, count), 0
+    return workers * w.cluster, split
 
 
 def memory(w: Wgmma, blocks: int, split: int) -> tuple[int, int]:
     """(bytes of scratch, counters) of ``share``'s answer."""
-    return 8 * blocks * w.features * w.tokens if split else 0, split * w.features // WARP_FEATURES
+    return 8 * blocks * w.features * w.tokens if split else 0, split * w.warps * w.cluster
 
 
 def shared(w: Wgmma, x_stages: int, weights: int, barriers: int) -> int:
     """sizeof(Shared), bytes, with ``weights`` bytes of stages of weights and so many barriers."""
-    out = w.features // WARP_FEATURES * min(w.tokens, 32) * WARP_FEATURES * 2
+    out = w.features * min(w.tokens, 32) * 2
     sums = 4 * w.tokens * w.features if w.ways > 1 else 16
     return -(-(x_stages * w.tokens * STEP * 2 + weights + out + sums + 8 * barriers) // 1024) * 1024

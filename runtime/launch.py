@@ -131,7 +131,7 @@ class _Prepared:
     keep: tuple[Any, ...]
     map: _Map | None
     config: Any
-    """CUlaunchConfig of a stage that overlaps with the kernel before it, but for the stream."""
+    """CUlaunchConfig of a stage that overlaps with the kernel before it or has clusters, but for the stream."""
 
 
 class _Map:
@@ -265,20 +265,27 @@ def _prepare(stage: Stage, scalars: Mapping[str, int], weights: Weights, functio
             if weights.steps.get(arg, 0):
                 stacked.append((i, words[i], weights.steps[arg]))
     keep = (storage, addresses, weights)
-    pointer, config = ctypes.addressof(addresses), _overlapping(stage) if stage.overlap else None
+    pointer, config = ctypes.addressof(addresses), _config(stage) if stage.overlap or stage.cluster > 1 else None
     return _Prepared(stage, function, words, tuple(patched), tuple(stacked), pointer, keep, map_, config)
 
 
-def _overlapping(stage: Stage) -> Any:
-    """The launch of a stage that may start while the kernel before it still runs."""
+def _config(stage: Stage) -> Any:
+    """The launch of a stage that may start while the kernel before it still runs, or has clusters."""
     from cuda.bindings import driver
 
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = stage.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = stage.block, 1, 1
     config.sharedMemBytes = stage.shared
-    config.attrs, config.numAttrs = [attribute], 1
+    attributes = []
+    if stage.overlap:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    if stage.cluster > 1:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attributes[-1].value.clusterDim
+        size.x, size.y, size.z = stage.cluster, 1, 1
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config
