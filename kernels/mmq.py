@@ -28,11 +28,11 @@ from ..formats.canonical import ELEMENTS, SCALE_DTYPES, Level, Outline, QuantTen
 from ..formats.stream import Pieces, Stream, assembled, hollow, steps, streamed, whole
 from .factors import global_level, global_outline, global_shape, is_global, one_a_part, wrong_shards
 from .mmq_pieces import piece
-from .mmq_plan import covering as covering
 from .mmq_plan import numerics as numerics
 from .mmq_plan import plan as plan
-from .mmq_plan import variants as variants
 from .mmq_strips import BLOCK, DEPTH, GRIDS, KINDS, STRIPS, Kind, unpack_codes, unpack_factors
+from .mmq_variants import covering as covering
+from .mmq_variants import variants as variants
 
 Array = NDArray[Any]
 Spec = dict[str, Any]

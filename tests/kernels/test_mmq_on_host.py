@@ -14,8 +14,10 @@ from warptile.formats.canonical import QuantTensor
 from warptile.kernels import mmq
 from warptile.kernels.epilogue import ROUNDINGS, finish
 from warptile.kernels.launch import Device
-from warptile.kernels.mmq_plan import Decode, Tiled, plan
+from warptile.kernels.mmq_decode_plan import Decode
+from warptile.kernels.mmq_plan import plan
 from warptile.kernels.mmq_strips import KINDS
+from warptile.kernels.mmq_tiled_plan import Tiled
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 

@@ -10,18 +10,11 @@ from launches import A100, H200, RTX_3090, RTX_4090, T4, fields, parameters, typ
 from warptile.formats.canonical import SCALE_DTYPES
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels.launch import Device
-from warptile.kernels.mmq_plan import (
-    CHECKED,
-    ONE_STAGE_TILES,
-    TILES,
-    choose_decode,
-    choose_tile,
-    covering,
-    numerics,
-    plan,
-    variants,
-)
+from warptile.kernels.mmq_decode_plan import choose_decode
+from warptile.kernels.mmq_plan import numerics, plan
 from warptile.kernels.mmq_strips import KINDS
+from warptile.kernels.mmq_tiled_plan import ONE_STAGE_TILES, TILES, choose_tile
+from warptile.kernels.mmq_variants import CHECKED, covering, variants
 
 LAST = 2**31 - 1
 

@@ -16,7 +16,7 @@ from linears import ACTIVATION, InMemory
 from strip_linears import assert_close_to_exact, assert_is_in_8_bits, random_rows, random_strips
 from warptile.kernels import mmq
 from warptile.kernels.epilogue import finish
-from warptile.kernels.mmq_plan import TILES, refuse_tile
+from warptile.kernels.mmq_tiled_plan import TILES, refuse_tile
 from warptile.runtime import Session
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,75 @@
+"""How mmq_decode divides the work of a few rows among blocks and warps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .launch import Device, Plan, Stage
+from .mmq_launch import DECODE_TOKENS, RESERVED, STATIC, Spec, args_of, extent_of, variant_of
+
+WARPS = 16
+"""Warps of 128 registers that an SM holds."""
+TOKENS = 4608
+"""Bytes of it that a warp of mmq_decode needs for x."""
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How mmq_decode divides the work: ``columns`` x ``splits`` blocks of ``warps`` warps, which also split k; a block
+    adds the sums of its warps every ``chunk`` rows of strips."""
+
+    warps: int
+    splits: int
+    columns: int
+    chunk: int
+
+    @property
+    def shared(self) -> int:
+        return self.warps * (512 * self.chunk + TOKENS)
+
+    def __str__(self) -> str:
+        return f"decode, {self.columns} x {self.splits} blocks of {self.warps} warps"
+
+
+def choose_decode(spec: Spec, device: Device) -> Decode:
+    """The division in which the busiest SM has the fewest strips; adding splits costs as long as 30 of them."""
+    rows, steps = extent_of(spec)
+    held = min(WARPS, (device.shared - STATIC) // (TOKENS + 512))
+    best: tuple[float, Decode] | None = None
+    for splits in range(1, min(steps, 8) + 1):
+        per = -(-steps // splits)
+        warps = min(-(-per // -(-per // held)), steps // splits)
+        fitting = (device.shared + RESERVED) // (warps * (TOKENS + 512) + STATIC + RESERVED)
+        resident = min(WARPS // warps, fitting)
+        columns = min(rows, max(1, device.sms * resident // splits))
+        room = (device.shared + RESERVED) // resident - RESERVED - STATIC
+        most = -(-rows // columns)
+        chunk = min(most, (room // warps - TOKENS) // 512)
+        busiest = -(-columns * splits // device.sms) * most * -(-per // warps) * warps
+        # Fewer warps have fewer strips in flight.
+        time = busiest * max(1.0, 12 / (warps * resident)) + (30 if splits > 1 else 0)
+        if best is None or time < best[0]:
+            best = time, Decode(warps, splits, columns, chunk)
+    assert best is not None
+    return best[1]
+
+
+def decode(spec: Spec, device: Device, x_dtype: str, d: Decode) -> Plan:
+    rows, _ = extent_of(spec)
+    stage = Stage(
+        kernel="mmq_decode",
+        variant=variant_of(spec, x_dtype),
+        target=f"sm_{device.arch}",
+        grid=(d.columns, d.splits, 1),
+        block=32 * d.warps,
+        shared=d.shared,
+        args=(*args_of(spec), rows, d.chunk),
+        overlap=device.overlaps,
+    )
+    cut = d.splits > 1
+    return Plan(
+        (stage,),
+        f"{d}: at m <= {DECODE_TOKENS} the time is that of reading the weights once",
+        scratch=512 * d.splits * rows if cut else 0,
+        counters=d.columns if cut else 0,
+    )
