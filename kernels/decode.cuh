@@ -257,6 +257,10 @@ struct Scales {
       return number<S>(word[v / IN_WORD], v % IN_WORD);
   }
   DEVICE const Scales& gathered() const { return *this; } // see SpreadScales
+  DEVICE void keep_if(bool wanted) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) word[i] = wanted ? word[i] : 0;
+  }
   // The same scale twice, to multiply a pair: only where S is the type of the pair, so that the product rounds once.
   DEVICE u32 pair(int v) const { return v % 2 ? both_high(word[v / 2]) : both_low(word[v / 2]); }
 };
@@ -279,6 +283,7 @@ struct SpreadScales {
   DEVICE void load(const void* from, bool wanted) {
     load_if<false, 1>(&word, static_cast<const u32*>(from) + threadIdx.x % 4, wanted);
   }
+  DEVICE void keep_if(bool wanted) { word = wanted ? word : 0; }
   // All of them; every lane of the warp takes part.
   DEVICE Scales<S> gathered() const {
     Scales<S> all;

@@ -3,7 +3,7 @@
 //
 //   grid (columns of blocks, splits of k); a block takes every gridDim.x-th 64-wide tile and one range of k.
 //   Its warps split that range; each keeps DEPTH k16 slices (16 or 32 bytes a lane) in flight, also across tiles, and
-//   reads its fragments of x from L1 or L2: staging them would leave the memory idle until they are there.
+//   copies the x of the slices that come next to a place of its own in shared memory, where its sums go later.
 //   Sums of a group are scaled in fp32, added over the warps in order, then over the splits in order by the last block.
 //
 // A pair is y = silu(x G^T) * (x U^T), both products rounded to y's type first: half the warps of a block take a tile of
@@ -35,10 +35,13 @@ constexpr int RED = 68; // floats of a token's row in the reduction buffer: 64, 
 
 // Slices in flight. Short runs keep as many scales in flight as slices, so they keep fewer.
 constexpr int depth(Variant v) { return facts(Element(v.element)).bits == 8 || v.run == 1 ? 4 : 8; }
-// Where lanes share out scales: 8 to 16 % at 14336 x 4096 in groups of 32, nothing in groups of 16 (H200).
+// Where lanes share out scales, which leaves registers: with groups of 32 all four words of a lane spill.
 constexpr bool spreads(Variant v) {
-  return v.run == 2 && facts(Element(v.element)).bits == 4 && bytes_of(Dtype(v.scale)) == 2 && !v.block && !v.zero;
+  return v.run == 2 && facts(Element(v.element)).bits == 4 && bytes_of(Dtype(v.scale)) == 2 && !v.block &&
+         (!v.zero || v.pair == 2);
 }
+// Whether the second loop body's codes are brought into L2 before x is there, where a warp has no more of them.
+constexpr bool prefetches(Variant v) { return v.run == depth(v) && !v.block && !v.pair; }
 
 template <Variant V>
 __global__ void __launch_bounds__(max_threads(V), 1)
@@ -56,6 +59,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   constexpr int DEPTH = depth(V), R = V.run ? V.run : 4, RUNS = DEPTH / R;
   constexpr int VECTORS = D::TILE_WORDS / 4; // 16-byte loads of a lane in one tile
   static_assert(DEPTH % R == 0);
+  constexpr bool LATE_X = V.zero && R == DEPTH; // zero points leave no registers for all of a loop body's x
 
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
@@ -69,21 +73,29 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   const u32 unit = slices % DEPTH ? R : DEPTH;
   auto bound = [&](u32 i) { return int(slices / unit * (blockIdx.y * parts + own + i) / (gridDim.y * parts) * unit); };
   const int first = bound(0), last = bound(PARTS), middle = PARTS == 2 ? bound(1) : last;
-  const Divide group_of(V.run ? group / (16 * R) : 1), block_of(V.run && V.block ? columns / 64 : 1);
+  const Divide block_of(V.run && V.block ? columns / 64 : 1);
   const int in_row = V.run && V.block ? (n + columns - 1) / columns : n_padded; // scales in a row of their grid
+  // Runs share a row: run / runs_of_row as one multiplication, exact while run * runs_of_row is below 2^30.
+  const u32 runs_of_row = V.run ? group / (16 * R) : 1, part_of_row = (0x80000000u + runs_of_row - 1) / runs_of_row;
 
   u32 q[DEPTH][D::TILE_WORDS], zero_words[RUNS][D::WORDS];
   typename Chosen<spreads(V), SpreadScales<S>, Scales<S, V.block ? 1 : 8>>::type scale[RUNS];
   // Where the coming loads read: slice by slice along a part of k, then the next one, then the next tile.
   auto first_end = [&] { return PARTS == 2 && first < middle ? middle : last; };
   int next_tile = blockIdx.x, next = first, next_end = first_end();
-  const u8* from;
+  const u8 *from, *scale_from;
   auto fetch_slice = [&](int i, bool wanted) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) load_if<VECTORS == 1, 4>(&q[i][4 * v], from + 16 * v, wanted);
     from += tiles * u32(512 * VECTORS);
   };
-  auto aim = [&] { from = qweight + ((i64(next) * tiles + next_tile) * 32 + lane) * (16 * VECTORS); };
+  auto aim_scales = [&](int tile) {
+    scale_from = scales + (tile * 64 + g * 8) * i64(bytes_of(S));
+  };
+  auto aim = [&] {
+    from = qweight + ((i64(next) * tiles + next_tile) * 32 + lane) * (16 * VECTORS);
+    if constexpr (V.run != 0 && !V.block) aim_scales(next_tile);
+  };
   auto advance = [&] {
     next += DEPTH;
     if (next < next_end) return;
@@ -94,8 +106,9 @@ __global__ void __launch_bounds__(max_threads(V), 1)
     aim();
   };
   auto fetch_scale = [&](int r, int tile, int slice, bool wanted) {
-    const u32 row = group_of(u32(slice) / R), column = V.block ? block_of(tile) : tile * 64 + g * 8;
-    scale[r].load(scales + (i64(row) * in_row + column) * bytes_of(S), wanted);
+    const u32 row = V.run ? __umulhi(u32(slice) / R * 2 + 1, part_of_row) : 0;
+    const u8* of_tile = V.block ? scales + block_of(tile) * i64(bytes_of(S)) : scale_from;
+    scale[r].load(of_tile + row * u64(in_row * bytes_of(S)), wanted);
     if constexpr (V.zero)
       load_if<false, D::WORDS>(zero_words[r], qzeros + ((i64(row) * tiles + tile) * 8 + g) * D::WORDS, wanted);
   };
@@ -103,7 +116,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   let_next_start();
   // The first loads of W wait neither for x nor for the kernel before.
   aim();
-  if (V.pair == 2 || next_tile < tiles) { // always: a branch that the wait is not moved over; there it would spill
+  if (next_tile < tiles) { // always: a branch that the wait is not moved over
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) fetch_slice(i, next + i < next_end);
     if constexpr (V.run != 0) {
@@ -112,12 +125,40 @@ __global__ void __launch_bounds__(max_threads(V), 1)
     }
   }
   advance();
+  if constexpr (prefetches(V)) {
+    constexpr int LINES = 4 * VECTORS; // of 128 bytes, in a slice of a tile
+    const bool second = next > first && next + DEPTH >= last;
+    const u8* codes = from + lane / LINES * (tiles * u64(512 * VECTORS)) + lane % LINES * 128 - lane * (16 * VECTORS);
+    prefetch(codes, second && next + lane / LINES < last);
+    prefetch(scale_from + __umulhi(u32(next) / R * 2 + 1, part_of_row) * u64(in_row * bytes_of(S)), second);
+  }
 
   wait_for_previous(x);
-  // This lane's token in pairs of channels; one beyond m reads the last token and is dropped.
-  const u32* row = reinterpret_cast<const u32*>(x + min(g, m - 1) * ldx) + t;
-
   float* sums = reinterpret_cast<float*>(shared); // [2][MATRICES][parts][m][RED]
+  auto part_of_sums = [&](int parity, int i) { return sums + ((parity * MATRICES + up) * parts + own + i) * m * RED; };
+  // The warp's x of a loop body: a row of 16-byte chunks for each token, and one more to spread the banks. It lies where
+  // the last sums of the same tile will. Lanes share out chunks, and rows from their first ones on, some of them twice.
+  constexpr int CHUNKS = 2 * DEPTH, ROW = CHUNKS * 16 + 16, AT_ONCE = 32 / CHUNKS;
+  static_assert(ROW <= RED * 4);
+  const int passes = (m + AT_ONCE - 1) / AT_ONCE, row = min(lane / CHUNKS * passes, m - passes), chunk = lane % CHUNKS;
+  // Fragments of two slices at once; a token beyond m is the last one again and is dropped.
+  const u32 copy_at = row * ROW + chunk * 16, lane_at = min(lane % 8, m - 1) * ROW + lane / 8 * 16;
+  const u16* const x_from = x + row * ldx + chunk * 8;
+  u32 x_at = shared_address(part_of_sums(0, PARTS - 1));
+  // Zeros beyond k and beyond `end`, where registers still hold other slices. plan() has k in whole chunks.
+  auto copy_x = [&](int slice, int end) {
+    const u16* from = x_from + slice * 16;
+    const bool inside = slice * 16 + chunk * 8 < min(k, end * 16);
+    u32 to = x_at + copy_at;
+#pragma unroll 1
+    for (int i = 0; i < passes; i++, from += ldx, to += ROW) copy16_or_zero(to, from, inside);
+    copy_commit();
+  };
+  auto begin_x = [&] {
+    if (first < last) copy_x(first, first_end());
+  };
+  begin_x();
+
   const int tokens = m / ROWS;
   const Output out{y, ldy, tokens, n, bias, Dtype(bias_type), residual, ld_residual, each};
   const Output up_out{y, ldy, tokens, n, up_bias, Dtype(up_bias_type)};
@@ -146,29 +187,37 @@ __global__ void __launch_bounds__(max_threads(V), 1)
     for (int i = 0; i < PARTS; i++) {
       const int begin = i ? middle : first, end = i ? last : middle;
       float total[4][4] = {};
-      if constexpr (V.run == 0 && !V.block) fetch_scale(0, tile, 0, true);
+      if constexpr (V.run == 0 && !V.block) {
+        aim_scales(tile);
+        fetch_scale(0, tile, 0, true);
+      }
       for (int slice = begin; slice < end; slice += DEPTH) {
+        u32 b[DEPTH / 2][4];
+        // Of a slice and the next; after the last ones their place takes the x that comes next.
+        auto fetch_x = [&](int i) {
+          if (i % 2) return;
+          ldmatrix4(b[i / 2], x_at + lane_at + i * 32);
+          if (i + 2 < DEPTH) return;
+          __syncwarp();
+          if (next_tile == tile) copy_x(next, next_end);
+        };
 #pragma unroll
         for (int r = 0; r < RUNS; r++) {
           const bool more = next_tile < count && (R == DEPTH || next + r * R < next_end);
-          const bool work = R == DEPTH || slice + r * R < end; // else x counts as zeros, as it does beyond k
-          u32 b[R][2];
+          // Beyond the end x is zeros, and a scale that was never loaded may be no number.
+          if (R < DEPTH && V.run) scale[r].keep_if(slice + r * R < end);
+          if (r == 0) {
+            copy_wait<0>();
+            __syncwarp();
+          }
+          if constexpr (!LATE_X) {
 #pragma unroll
-          for (int i = 0; i < R; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              const int p = (slice + r * R + i) * 16 + 8 * h;
-              b[i][h] = load_or_zero(row + p / 2, p + 2 * t < (work ? k : 0));
-            }
+            for (int i = r * R; i < r * R + R; i++) fetch_x(i);
+          }
           float group_sum[4][4] = {};
           auto& sum = V.run && !EXACT ? group_sum : total;
           u32 by[4][2];
-          if constexpr (EXACT) { // registers that were never loaded may hold a scale that is not a number
-            u32 words[2];
-#pragma unroll
-            for (int h = 0; h < 2; h++) words[h] = work ? scale[r].word[h] : 0;
-            Scaled<Element(V.element), T, S>::rows(words, by);
-          }
+          if constexpr (EXACT) Scaled<Element(V.element), T, S>::rows(scale[r].word, by);
           Zero low[4], high[4];
 #pragma unroll
           for (int j = 0; j < 4; j++) {
@@ -177,6 +226,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
           }
 #pragma unroll
           for (int i = r * R; i < r * R + R; i++) {
+            if constexpr (LATE_X) fetch_x(i);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
               u32 a[4];
@@ -186,12 +236,12 @@ __global__ void __launch_bounds__(max_threads(V), 1)
               } else {
                 D::block(&q[i][j * D::WORDS], low[j], high[j], a);
               }
-              mma<T>(sum[j], a, b[i - r * R][0], b[i - r * R][1]);
+              mma<T>(sum[j], a, b[i / 2][i % 2 * 2], b[i / 2][i % 2 * 2 + 1]);
             }
             fetch_slice(i, more);
           }
           if constexpr (V.run != 0) {
-            if (!EXACT && work) {
+            if constexpr (!EXACT) {
               const auto by_run = scale[r].gathered();
 #pragma unroll
               for (int j = 0; j < 4; j++)
@@ -205,7 +255,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
         advance();
       }
 
-      float* mine = sums + ((parity * MATRICES + up) * parts + own + i) * m * RED;
+      float* mine = part_of_sums(parity, i);
 #pragma unroll
       for (int j = 0; j < 4; j++)
 #pragma unroll
@@ -218,6 +268,10 @@ __global__ void __launch_bounds__(max_threads(V), 1)
         }
     }
     __syncthreads();
+    if (tile + gridDim.x < count) {
+      x_at = shared_address(part_of_sums(parity ^ 1, PARTS - 1));
+      begin_x();
+    }
     for (int e = threadIdx.x; e < tokens * 64; e += blockDim.x) {
       float sum[MATRICES] = {};
 #pragma unroll

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..formats.errors import UnsupportedError
 from . import marlin_scales as scales
 from .launch import Device, Part, Plan
-from .marlin_decode_plan import Decode, choose_decode, decode, parts_of_pair, refuse_decode
+from .marlin_decode_plan import CHUNK, Decode, choose_decode, decode, parts_of_pair, refuse_decode
 from .marlin_launch import rows_read, with_rows
 from .marlin_plan import check_supported
 from .marlin_tiled_plan import STATIC
@@ -52,7 +52,7 @@ def plan_pair(
     Parameters as ``marlin_plan.plan``'s. Raises ``UnsupportedError`` where it takes two products.
     """
     check_supported(gate.spec, device, x_dtype)
-    rows, before = rows_read(gate.spec, m, device, x_dtype, aligned and gate.spec["k"] % 2 == 0)
+    rows, before = rows_read(gate.spec, m, device, x_dtype, aligned and gate.spec["k"] % CHUNK == 0)
     if reason := refuse_decode(gate.spec, rows, device, x_dtype) or refuse_pair(gate, up):
         raise UnsupportedError("no single launch", need="two products", found=reason)
     if m == 0:

@@ -9,9 +9,9 @@
 Large matrices of 4-bit integers in groups of 16 take wgmma at any m, and batch-invariant products the tiles that add in
 one order.
 
-All read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes) ``gather`` goes
-before them. float32 rows become ``pairs`` of f16 rows, which the first two kernels multiply and add. On sm_75 these two
-multiply f16 with the instructions it has (turing.cuh).
+All read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes, up to 8 rows whose
+length is no multiple of 8) ``gather`` goes before them. float32 rows become ``pairs`` of f16 rows, which the first two
+kernels multiply and add. On sm_75 these two multiply f16 with the instructions it has (turing.cuh).
 
 With numerics "int8_row" the first two multiply integers: ``quantize_rows`` makes whole numbers q[m, k] and factors d[m]
 of x (quantize.py), and with them
@@ -36,7 +36,7 @@ from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
 from . import marlin_tiled_plan as tiled
 from .launch import Device, Part, Plan, fastest
-from .marlin_decode_plan import Decode, choose_decode, decode, refuse_decode
+from .marlin_decode_plan import CHUNK, Decode, choose_decode, decode, refuse_decode
 from .marlin_launch import WHOLE, gather_of, rows_read, with_rows, with_whole_rows
 from .marlin_tiled_plan import Tiled
 from .wgmma_plan import Wgmma
@@ -154,7 +154,7 @@ def plan(
         assert against is not None
         rejected = (("decode", against), *rejected)
     if isinstance(variant, Decode):
-        if spec["k"] % 2 and not whole:
+        if spec["k"] % CHUNK and not whole:
             before = before or gather_of(spec, m, device)
         made = decode(Part(spec, 0, spec["n"]), rows, device, x_dtype, before, variant, whole=whole)
     elif isinstance(variant, Wgmma):

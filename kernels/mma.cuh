@@ -197,6 +197,11 @@ DEVICE void load_if(u32* to, const void* from, bool wanted) {
         : "l"(from), "r"(u32(wanted)));
 }
 
+// Asks for the line of a number in L2, and waits for nothing.
+DEVICE void prefetch(const void* from, bool wanted) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p prefetch.global.L2 [%0];}" ::"l"(from), "r"(u32(wanted)));
+}
+
 // Not past the read-only cache: x may still be written when a kernel that overlaps the one before it starts.
 DEVICE u32 load_or_zero(const u32* from, bool wanted) {
   u32 v;
@@ -216,6 +221,13 @@ DEVICE void store_shared4(u32 to, u32 v) { asm volatile("st.shared.b32 [%0], %1;
 // 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero.
 DEVICE void copy16(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The same through L1, for what other warps of the SM read too; all of it or zeros.
+DEVICE void copy16_or_zero(u32 to, const void* from, bool wanted) {
+  asm volatile(
+      "{.reg .pred p; setp.eq.b32 p, %2, 0; cp.async.ca.shared.global.L2::128B [%0], [%1], 16, p;}" ::"r"(to), "l"(from),
+      "r"(u32(wanted))
+      : "memory");
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>

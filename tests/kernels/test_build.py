@@ -47,6 +47,21 @@ def test_weights_arrive_in_16_byte_loads_and_nothing_spills(request_: build.Requ
     assert cubins.spills_in_loop(cubin, tool) == 0
 
 
+@pytest.mark.parametrize("pair", [0, 1, 2])
+@pytest.mark.parametrize("run", [8, 2])
+def test_decode_asks_for_weights_before_it_waits_for_the_kernel_before(run: int, pair: int) -> None:
+    """And reads x only after it: through shared memory, in whole fragments."""
+    tool = cubins.disassembler()
+    if tool is None:
+        pytest.skip("no nvdisasm")
+    variant = (*DECODE.variant[:4], run, *DECODE.variant[5:7], pair, 0)
+    sass = cubins.disassemble(build.build(DECODE._replace(variant=variant)).image, tool)
+    wait = next(i for i, op in enumerate(sass) if op.startswith("ACQBULK"))
+    assert sum(op.startswith("LDG.") and ".128" in op for op in sass[:wait]) >= 8
+    assert not any(op.startswith("LDGSTS") for op in sass[:wait])
+    assert sum(op.startswith("LDSM") for op in sass[wait:]) == 4
+
+
 def test_sm_75_multiplies_with_its_own_instructions_and_loads_before_it_stores() -> None:
     """The loads of a stage are all under way before the first store waits for one."""
     tool = cubins.disassembler()

@@ -98,6 +98,24 @@ def test_instructions_of_sm_75_make_the_products_of_newer_ones(
     np.testing.assert_array_equal(old, np.float64(x) @ dequantize(q, np.float64).T)
 
 
+@pytest.mark.parametrize("variant", [Decode(4, 2, 1), Decode(16, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("group", "device"),
+    [(32, TURING), (16, DEVICE), (32, DEVICE), (-1, DEVICE)],
+    ids=lambda v: str(getattr(v, "arch", v)),
+)
+def test_decode_multiplies_any_number_of_rows_tile_after_tile(
+    group: int, variant: Decode, device: Device, folder: Path
+) -> None:
+    """Warps with several loop bodies of k, with a part of one and with none."""
+    q = random_quant(replace(EXACT, group=group, n=136, k=408))
+    rng = np.random.default_rng(2)
+    for m in (1, 3, 8):
+        x = rng.integers(-4, 5, (m, 408)).astype(np.float16)
+        got = product(q, x, variant, folder, device=device)
+        np.testing.assert_array_equal(got, np.float64(x) @ dequantize(q, np.float64).T)
+
+
 @pytest.mark.parametrize("device", [TURING, DEVICE], ids=lambda d: f"sm_{d.arch}")
 def test_copies_end_where_a_row_of_x_ends(device: Device, folder: Path) -> None:
     """k is no multiple of the eight numbers of a copy, and what lies behind it is no number."""

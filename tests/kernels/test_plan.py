@@ -9,7 +9,7 @@ from launches import A100, H200, RTX_3090, T4, fields, parameters, spec_of, type
 from warptile.formats.errors import UnsupportedError
 from warptile.kernels import marlin
 from warptile.kernels.launch import Device, Stage
-from warptile.kernels.marlin_decode_plan import choose_decode
+from warptile.kernels.marlin_decode_plan import Decode, choose_decode
 from warptile.kernels.marlin_plan import plan, refuse_device
 from warptile.kernels.marlin_tiled_plan import TILES, Tiled, refuse_tile
 from warptile.kernels.marlin_variants import variants
@@ -146,9 +146,9 @@ def test_rows_are_gathered_only_where_they_cannot_be_read(perm: bool, aligned: b
     assert ("x" in made.stages[-1].args) == (gathers == 0)
 
 
-def test_an_odd_row_cannot_be_read_in_pairs() -> None:
-    assert [s.kernel for s in plan(spec_of(64, 515), 1, H200, "f16").stages] == ["gather", "marlin_decode"]
-    assert [s.kernel for s in plan(spec_of(64, 516), 1, H200, "f16").stages] == ["marlin_decode"]
+def test_decode_gathers_rows_that_are_no_whole_copies() -> None:
+    assert [s.kernel for s in plan(spec_of(64, 516), 1, H200, "f16").stages] == ["gather", "marlin_decode"]
+    assert [s.kernel for s in plan(spec_of(64, 520), 1, H200, "f16").stages] == ["marlin_decode"]
 
 
 def test_a_plan_says_why_each_other_tile_was_not_taken() -> None:
@@ -233,6 +233,15 @@ def test_decode_gives_every_block_a_tile_and_keeps_sizes_in_32_bits(spec: dict[s
     assert 1 <= d.columns <= spec["n_padded"] // 64
     assert d.warps in (4, 8, 16)
     assert spec["k_padded"] // 16 * d.warps * d.splits < 2**32
+
+
+def test_decode_fills_every_sm_with_two_blocks_where_most_take_two_tiles() -> None:
+    large = spec_of(28672, 8192, 128)
+    assert choose_decode(large, H200) == Decode(8, 1, 264)
+    assert choose_decode(large, A100) == Decode(4, 1, 224)
+    assert choose_decode(spec_of(28672, 8192, 32), H200) == Decode(4, 1, 448)
+    assert choose_decode(spec_of(27904, 8192, 128), H200) == Decode(4, 1, 436)
+    assert choose_decode(spec_of(34048, 8192, 128), H200) == Decode(4, 1, 266)
 
 
 def test_a_batch_invariant_plan_adds_in_one_order_whatever_m_is() -> None:

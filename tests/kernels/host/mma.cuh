@@ -63,6 +63,7 @@ inline void wait(Barrier& barrier, u32 count) {
 inline void __syncthreads() { wait(everyone, blockDim.x); }
 inline Warp& warp_here() { return warps_of_block[threadIdx.x / 32]; }
 inline void warp_wait() { wait(warp_here().barrier, 32); }
+inline void __syncwarp() { warp_wait(); }
 
 // Memory a kernel may read; anything else ends the process with a word.
 inline std::vector<std::pair<const u8*, const u8*>> readable;
@@ -224,6 +225,9 @@ void load_if(u32* to, const void* from, bool wanted) {
   check(from, 4 * WORDS, 4 * WORDS);
   std::memcpy(to, from, 4 * WORDS);
 }
+inline void prefetch(const void* from, bool wanted) {
+  if (wanted) check(from, 1, 1);
+}
 inline u32 load_or_zero(const u32* from, bool wanted) { return wanted ? __ldg(from) : 0; }
 #if __CUDA_ARCH__ < 800
 inline void store_shared16(u32 to, const u32 (&v)[4]) { std::memcpy(shared + to, v, 16); }
@@ -235,6 +239,7 @@ inline void copy16(u32 to, const void* from, int bytes) {
   std::memset(shared + to, 0, 16);
   std::memcpy(shared + to, from, bytes);
 }
+inline void copy16_or_zero(u32 to, const void* from, bool wanted) { copy16(to, from, wanted ? 16 : 0); }
 inline void copy_commit() {}
 template <int PENDING>
 void copy_wait() {}
