@@ -12,12 +12,34 @@ __global__ void __launch_bounds__(256) gather(const int* __restrict__ perm, cons
   let_next_start();
   wait_for_previous(x);
   const int chunk = blockIdx.x * 256 + threadIdx.x;
+  if constexpr (V.order == 2) {
+    // The even ones of 16 k, then the odd ones.
+    if (chunk * 16 >= k_padded) return;
+    const int rest = k - chunk * 16;
+    const bool wide = rest >= 16 && (reinterpret_cast<u64>(x) | u64(ldx) * 2) % 16 == 0;
+    for (i64 row = blockIdx.y; row < m; row += gridDim.y) {
+      const u16* from = x + row * ldx + chunk * 16;
+      u32 v[8];
+      if (wide) {
+        const uint4 *four = reinterpret_cast<const uint4*>(from), a = four[0], b = four[1];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+          v[i] = (2 * i < rest ? from[2 * i] : 0u) | (2 * i + 1 < rest ? from[2 * i + 1] : 0u) << 16;
+      }
+      uint4* pieces = to + row * (k_padded / 8) + 2 * chunk;
+      pieces[0] = {prmt<0x5410>(v[0], v[1]), prmt<0x5410>(v[2], v[3]), prmt<0x5410>(v[4], v[5]), prmt<0x5410>(v[6], v[7])};
+      pieces[1] = {prmt<0x7632>(v[0], v[1]), prmt<0x7632>(v[2], v[3]), prmt<0x7632>(v[4], v[5]), prmt<0x7632>(v[6], v[7])};
+    }
+    return;
+  }
   if (chunk * 8 >= k_padded) return;
   int from[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int p = chunk * 8 + i;
-    from[i] = V.order == 1 ? perm[p] : V.order == 0 ? p : p / 16 * 16 + p % 8 / 2 * 4 + p % 16 / 8 * 2 + p % 2;
+    from[i] = V.order == 1 ? perm[p] : p;
   }
   for (i64 row = blockIdx.y; row < m; row += gridDim.y) {
     u16 v[8];

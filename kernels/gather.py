@@ -15,7 +15,7 @@ def stage(order: int, m: int, k_padded: int, device: Device, quantized: bool = F
         kernel="gather",
         variant=(order,),
         target=f"sm_{device.arch}",
-        grid=(-(-k_padded // 2048), min(m, 4 * device.sms), 1),
+        grid=(-(-k_padded // (4096 if order == FRAGMENTS else 2048)), min(m, 4 * device.sms), 1),
         block=256,
         shared=0,
         args=("perm", x, "gathered", "m", "k", "k_padded", ldx),

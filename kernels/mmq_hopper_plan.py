@@ -17,13 +17,22 @@ from .wgmma_plan import Wgmma
 
 Spec = Mapping[str, Any]
 
-FEATURES, WEIGHT_STAGES = 256, 2
-
-# tokens: us of a step of 64 k of a tile; H200, 2026-11-29, q4_k, bf16.
-STEP_COST = {64: 0.75, 128: 1.13}
-TILES = tuple(Wgmma(FEATURES, tokens, 1) for tokens in STEP_COST)
+# us of a step of 64 k of a tile, for lean kinds and for others; H200, 2026-11-30, q4_0, mxfp4 and q4_k, q6_k.
+STEP_COST = {
+    Wgmma(256, 16, 1): (0.37, 0.6),
+    Wgmma(512, 16, 1): (0.71, 1.2),
+    Wgmma(256, 32, 1): (0.41, 0.62),
+    Wgmma(256, 64, 1): (0.51, 0.71),
+    Wgmma(256, 128, 1): (0.71, 0.93),
+    Wgmma(128, 256, 1, cluster=2): (0.72, 0.8),
+}
+TILES = tuple(STEP_COST)
+LATE = {128: 7.0}
+"""tokens: us more than ``wgmma_plan`` says that adding the parts of cut tiles takes."""
 
 X_DTYPES = ("f16", "bf16")
+SHARED = 232448
+"""Bytes of shared memory that a block has on sm_90."""
 
 
 def refuse(spec: Spec, device: Device, x_dtype: str) -> str | None:
@@ -40,15 +49,55 @@ def refuse(spec: Spec, device: Device, x_dtype: str) -> str | None:
     return refuse_parts(spec)
 
 
-def choose(spec: Spec, m: int, device: Device, batch_invariant: bool) -> tuple[Wgmma, tuple[tuple[str, str], ...]]:
+def refuse_tile(spec: Spec, w: Wgmma) -> str | None:
+    """None if the tile's stages fit into shared memory and its cluster into the strips, else why not."""
+    if w.cluster > 1 and spec["n_padded"] % (w.features * w.cluster):
+        return f"blocks that share x have {w.features * w.cluster} outputs, of which {spec['n_padded']} is no multiple"
+    needs = shared(spec["kind"], w)
+    return f"needs {needs} bytes of shared memory, a block has {SHARED}" if needs > SHARED else None
+
+
+def _multiplies_exactly(spec: Spec) -> bool:
+    """Whether codes times their scales are numbers of 16 bits: e2m1."""
+    return KINDS[spec["kind"]].scales[0][0] in ("e8m0", "e4m3")
+
+
+def _lean(spec: Spec, x_dtype: str) -> bool:
+    """Whether two multiplications make weights of a pair of codes: exact ones, or one scale of the type of x."""
+    kind = KINDS[spec["kind"]]
+    return _multiplies_exactly(spec) or (x_dtype == "f16" and len(kind.scales) == 1 and "iq4" not in kind.elements)
+
+
+def fewest(spec: Spec, x_dtype: str) -> int:
+    """Rows from which x as it is takes no longer than x in int8, whose tiles have 16, 32, 64 tokens and up.
+
+    Int8 multiplies e2m1 by table, and sums of 16 k twice as often as those of 32.
+    """
+    if _multiplies_exactly(spec):
+        return 9
+    return 17 if _lean(spec, x_dtype) or KINDS[spec["kind"]].scales[0][1] == 16 else 33
+
+
+def estimate(spec: Spec, m: int, device: Device, x_dtype: str, w: Wgmma) -> float:
+    """us on an H200, roughly."""
+    count = wgmma.tiles(w, spec["n_padded"], m)
+    step = STEP_COST[replace(w, cut=False)][0 if _lean(spec, x_dtype) else 1]
+    return wgmma.estimate(w, count, step, spec["k_padded"], device) + (LATE.get(w.tokens, 0.0) if w.cut else 0.0)
+
+
+def choose(
+    spec: Spec, m: int, device: Device, x_dtype: str, batch_invariant: bool
+) -> tuple[Wgmma, tuple[tuple[str, str], ...]]:
     """The tile of the least estimated time, and why not each other one."""
-    every = [replace(w, cut=cut) for w in TILES for cut in (False, True)]
-    refused = {str(w): "adds in an order that depends on m" for w in every if batch_invariant and w.cut}
-    times = {
-        w: wgmma.estimate(w, wgmma.tiles(w, spec["n_padded"], m), STEP_COST[w.tokens], spec["k_padded"], device)
-        for w in every
-        if str(w) not in refused
-    }
+    times: dict[Wgmma, float] = {}
+    refused: dict[str, str] = {}
+    for w in (replace(w, cut=cut) for w in TILES for cut in (False, True)):
+        if why := refuse_tile(spec, w):
+            refused[str(w)] = why
+        elif batch_invariant and w.cut:
+            refused[str(w)] = "adds in an order that depends on m"
+        else:
+            times[w] = estimate(spec, m, device, x_dtype, w)
     return fastest(times, refused)
 
 
@@ -85,36 +134,40 @@ def variants(elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple
     yield "gather", (gather.FRAGMENTS,), "sm_90"
     device = Device(90, sms=1, shared=0, nvrtc=wgmma.NVRTC)
     for kind, x_dtype, w, scales in product(KINDS, X_DTYPES, TILES, ({}, {"global": "f32"})):
-        spec = {"kind": kind, **scales}
-        if (not elements or set(elements) & set(KINDS[kind].elements)) and refuse(spec, device, x_dtype) is None:
+        spec = {"kind": kind, "n_padded": w.features * w.cluster, **scales}
+        wanted = not elements or set(elements) & set(KINDS[kind].elements)
+        if wanted and refuse(spec, device, x_dtype) is None and refuse_tile(spec, w) is None:
             yield "mmq_wgmma", variant(spec, x_dtype, w), "sm_90a"
 
 
 def covering() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What CI compiles: every kind, each tile and type of x with half of them, some with a factor."""
+    """What CI compiles: of every kind two or three, which take turns among types of x, tiles and factors."""
     seen: dict[int, int] = {}
     for kernel, made, target in variants():
         if target == "sm_90a":
             turn = seen[made[0]] = seen.get(made[0], -1) + 1
-            if turn == made[0] % 4:
+            if turn % 7 == made[0] % 7:
                 yield kernel, made
 
 
 def variant(spec: Spec, x_dtype: str, w: Wgmma) -> tuple[int, ...]:
     """The kernel's ``Variant``."""
     types = list(KINDS).index(spec["kind"]), list(SCALE_DTYPES).index(x_dtype)
-    return *types, int("global" in spec), w.tokens, _stages(w)
+    return *types, int("global" in spec), w.features, w.tokens, w.cluster, *_stages(spec["kind"], w)
 
 
-def shared(kind: str, w: Wgmma) -> int:
+def shared(kind: str, w: Wgmma, stages: tuple[int, int] | None = None) -> int:
     """sizeof(Shared) of the kernel, bytes."""
-    weights = WEIGHT_STAGES * w.features // ROWS * KINDS[kind].strip
-    return wgmma.shared(w, _stages(w), weights, 2 * _stages(w) + 2 * WEIGHT_STAGES + 2)
+    x, weights = stages or _stages(kind, w)
+    return wgmma.shared(w, x, weights * w.features // ROWS * KINDS[kind].strip, 2 * x + 2 * weights + 2)
 
 
-def _stages(w: Wgmma) -> int:
-    """Stages of x."""
-    return 4 if w.tokens > 64 else 8
+def _stages(kind: str, w: Wgmma) -> tuple[int, int]:
+    """Stages of x and of weights: more where tokens are few and time is memory's."""
+    if w.tokens > 32:
+        return (8, 2) if w.tokens == 64 else (4, 2)
+    every = ((8, 4), (4, 4), (8, 2), (4, 2))
+    return next((pair for pair in every if shared(kind, w, pair) <= SHARED), every[-1])
 
 
-assert BLOCK * 2 == FEATURES
+assert all(w.features % BLOCK == 0 for w in TILES)

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | 1 to 8 | mmq_decode | rows of strips, k split over its warps: time is reading W once |
 | above | mmq_tiled | 128 features x 16 to 128 tokens |
-| 33 and more, on Hopper; any with x exact | mmq_wgmma (mmq_hopper_plan) | 256 features x 64 or 128 tokens, x as it is |
+| from 9, 17 or 33 on Hopper; any with x exact | mmq_wgmma (mmq_hopper_plan) | 256 x 16 to 256 and others, x as it is |
 
 The others multiply x in 8 bits (``quantize``), which is the first stage: int8 with the integers of a strip, e4m3 with
 fp8. On sm_75 the first two multiply integers with the instructions it has (turing.cuh), and y may be bf16 too: rounding
@@ -28,9 +28,6 @@ from .mmq_strips import KINDS
 from .mmq_tiled_plan import Tiled
 from .wgmma_plan import Wgmma
 
-EXACT_FROM = 33
-"""Rows from which Hopper multiplies with x as it is, unless int8 is asked for: faster wherever int8 takes a tile of 64
-tokens or more, and x is not rounded."""
 X_DTYPES = ("f16", "bf16", "f32")
 IN_8_BITS = ("int8", "e4m3")
 """Kinds of ``quantize`` that kernels multiply with."""
@@ -99,8 +96,8 @@ def plan(
     if m == 0:
         return Plan((), "no rows")
     refused = hopper.refuse(spec, device, x_dtype)
-    many = batch_invariant or m >= EXACT_FROM
-    kind = numerics or ("exact" if many and refused is None else _in_8_bits(spec))
+    exact = refused is None and (batch_invariant or m >= hopper.fewest(spec, x_dtype))
+    kind = numerics or ("exact" if exact else _in_8_bits(spec))
     if kind == "exact":
         if refused is not None:
             found = f"{spec['kind']}, {x_dtype} activations"
@@ -110,7 +107,7 @@ def plan(
             )  # fmt: skip
         if isinstance(variant, Wgmma):
             return hopper.launch(spec, m, device, x_dtype, variant)
-        tile, rejected = hopper.choose(spec, m, device, batch_invariant)
+        tile, rejected = hopper.choose(spec, m, device, x_dtype, batch_invariant)
         return replace(hopper.launch(spec, m, device, x_dtype, tile), rejected=rejected)
     assert kind == _in_8_bits(spec), kind
     assert not isinstance(variant, Wgmma), variant

@@ -1,25 +1,43 @@
 // y[m, n] = x[m, k] W^T for many rows on Hopper, from MMQ strips and x as it is: wgmma.cuh's pipeline with stages of 256 k
-// of strips, as they lie. A warp takes two strips. A decoded weight is rounded once, to the type of x.
+// of strips, as they lie. A warp takes two strips, or one. A decoded weight is rounded once, to the type of x.
 //
-// A lane's word of a strip holds k 4t .. 4t + 3, where an A fragment of 16 bits has 2t, 2t + 1, 2t + 8, 2t + 9: so x comes
-// with the k of each 16 in the order that makes them the same (gather.cu).
+// A lane's word of a strip holds k 4t .. 4t + 3, of which bytes 0 and 2 or 1 and 3 become a pair with fewest instructions,
+// where an A fragment of 16 bits has 2t, 2t + 1, 2t + 8, 2t + 9: so x comes with the even ones of each 16 k before the odd
+// ones (gather.cu).
 #include "strips.cuh"
 #include "wgmma.cuh"
 
 struct Variant {
-  int kind, x;        // Kind, Dtype
-  int factor;         // 1: sums over all of k have a factor of their own (decode.cuh)
-  int tokens, stages; // of a tile; of x
+  int kind, x; // Kind, Dtype
+  int factor;  // 1: sums over all of k have a factor of their own (decode.cuh)
+  int features, tokens, cluster, stages, weight_stages; // Shape
 };
+
+// How codes become weights, rounded once.
+enum class Way {
+  EXACT, // e2m1 times a scale of one byte: a number of the type of x
+  OWN,   // f16: the code times one scale, and perhaps plus a minimum
+  SPLIT, // f16: the code times a product of scales, which is high + low: code * low is exact, adding code * high rounds
+  FLOAT, // in fp32, where the code times a product of scales is exact
+};
+constexpr Way way_of(KindFacts f, Dtype x) {
+  if (f.lookup && f.up == 1) return Way::EXACT; // a table of halves
+  if (x != Dtype::f16) return Way::FLOAT;
+  if (!f.coarse) return Way::OWN;
+  // Scales of 11 bits and 7 leave six for low; all are multiples of 2^-24, so f16 holds them, up to 65504.
+  return !f.minima && !f.lookup && f.bits + f.high - 1 + 6 <= 11 ? Way::SPLIT : Way::FLOAT;
+}
 
 template <Variant V>
 struct Strips {
   using P = Strip<Kind(V.kind)>;
-  static constexpr Shape SHAPE = {256, V.tokens, 1, 1, V.stages, 2};
+  static constexpr Shape SHAPE = {V.features, V.tokens, 1, V.cluster, V.stages, V.weight_stages};
   static constexpr Dtype T = Dtype(V.x);
-  static constexpr int STEPS = DEPTH / STEP, RUN = 1, DECODING = 16;
+  static constexpr Way WAY = way_of(P::F, T);
+  static constexpr int STEPS = DEPTH / STEP, RUN = 1, DECODING = 0, STRIPS = blocks_of(SHAPE);
   static constexpr bool FACTOR = V.factor, SUMS = false;
   static constexpr int BLOCK = 8 * P::BYTES; // of 128 rows
+  using E2M1 = Scaled<Element::e2m1, T, P::S>;
 
   struct Stage {
     u8 strips[SHAPE.features / 16][P::BYTES];
@@ -51,39 +69,30 @@ struct Strips {
 
   struct Decoder {
     int strip, lane;
-
-    DEVICE Decoder(const Source&, int warp, int lane) : strip(2 * warp), lane(lane) {}
+    DEVICE Decoder(const Source&, int warp, int lane) : strip(STRIPS * warp), lane(lane) {}
     DEVICE void begin(const Problem<Strips>&, const Segment&, int) {}
     DEVICE void scale_ahead(int) {}
     DEVICE void scale_now() {}
 
     // COUNT / 2 units of the pair p of a strip's units, each 32 k, as COUNT fragments of 16 k.
     template <int COUNT>
-    DEVICE void slice(const Stage& stage, int p, int slice, int g, u32 (&a)[COUNT][2][4]) const {
+    DEVICE void slice(const Stage& stage, int p, int slice, int g, u32 (&a)[COUNT][STRIPS][4]) const {
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
+      for (int j = 0; j < STRIPS; j++) {
         const u8* from = stage.strips[strip + j];
         P words;
         typename P::Factors bits;
         load_pair(from, p, words, bits);
-        float coarse[2][2];
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-#pragma unroll
-          for (int part = 0; part < P::PARTS; part++)
-            coarse[r][part] = P::F.coarse ? half_at(from + P::LOW + P::HIGH + 16 * P::FINE + (g + 8 * r) * P::COARSE + 2 * part) : 1.0f;
+        const Rows rows(from + P::LOW + P::HIGH, p, g);
 #pragma unroll
         for (int i = 0; i < COUNT / 2; i++) {
           const int u = slice * (COUNT / 2) + i;
-          u32 codes[4];
-          words.unit(u, bits, codes);
+          u32 codes[4][2];
+          pairs(words, bits, u, codes);
 #pragma unroll
-          for (int w = 0; w < 4; w++) {
-            const int r = w % 2, h = w / 2;
-            const Line line(from + P::LOW + P::HIGH + (g + 8 * r) * P::FINE, 2 * p + u, h, coarse[r]);
-            a[2 * i + h][j][r] = line.template at<0>(codes[w]);
-            a[2 * i + h][j][2 + r] = line.template at<1>(codes[w]);
-          }
+          for (int w = 0; w < 4; w++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) a[2 * i + w / 2][j][w % 2 + 2 * e] = rows.weights(codes[w][e], u, w / 2, w % 2);
         }
       }
     }
@@ -102,65 +111,144 @@ struct Strips {
       }
     }
 
-    static DEVICE float half_at(const u8* from) { return to_float<Dtype::f16>(*reinterpret_cast<const u16*>(from)); }
+    // Codes that are nothing but nibbles become pairs where they stand, those of the second unit four bits up.
+    static constexpr bool NIBBLES = P::F.bits == 4 && P::F.high == 0 && !P::F.lookup;
+    static constexpr bool SIGNED = !P::F.minima;
+    static constexpr int BIAS = SIGNED ? 128 >> P::F.up : 0; // what makes a code unsigned
+    static constexpr DEVICE int up(int unit) { return NIBBLES ? 4 * unit : P::F.up; }
 
-    // code -> code * scale + offset, of one row and 32 or 16 k, rounded once.
-    //
-    // Where scales have T's own precision or make exact products, pairs of codes become pairs of 16 bits: the byte of
-    // code + 128 in the mantissa of 1024 (bf16: code + 64 in that of 128), from which one fma takes that and what
-    // fragments hold too much. Others go through fp32, where products of at most 24 bits are exact.
-    struct Line {
-      static constexpr Dtype S = P::S;
-      static constexpr bool SMALL = T == Dtype::bf16; // pairs of bf16 hold codes of few bits
-      static constexpr bool OWN = S == Dtype::f16 && !P::F.coarse && !P::F.minima;
-      static constexpr bool PAIRS = S == Dtype::e4m3 || (SMALL ? S == Dtype::e8m0 : OWN);
-      // 2^-up, and 1152 or 192 times that, negative, twice in a pair.
-      static constexpr u32 LESS = (SMALL ? 127 - P::F.up << 7 : 15 - P::F.up << 10) * 0x00010001u;
-      static constexpr u32 TAKEN =
-          (SMALL ? 127 + 7 - P::F.up << 7 | 0x40 : 15 + 10 - P::F.up << 10 | 0x80) * 0x00010001u | SIGNS;
-      static constexpr float BASE = 32768.0f + 128.0f; // 0x47000000 with a byte of code + 128 in bits 8 to 15
-      static constexpr bool FUSED = OWN; // BASE times a scale of 11 bits is exact: taking it off and scaling are one fma
-      float scale, offset;
-      u32 pair;
-
-      DEVICE Line(const u8* row, int unit, int half, const float (&coarse)[2]) {
-        const int i = P::F.own == 16 ? 2 * unit + half : unit;
-        float fine;
-        if constexpr (P::F.pairs)
-          fine = half_at(row + 4 * i);
-        else if constexpr (size_of(S) == 1)
-          fine = factor_at<S>(row[i], 0);
-        else
-          fine = half_at(row + 2 * i);
-        pair = pack<T>(fine, fine);
-        scale = fine * coarse[0] * P::FOLD, offset = FUSED ? -BASE * scale : 0;
-        if constexpr (P::F.pairs)
-          offset = half_at(row + 4 * i + 2);
-        else if constexpr (P::F.minima)
-          offset = -(factor_at<S>(row[P::SUBS + i], 0) * coarse[1]);
-      }
-      // Bytes 2I and 2I + 1 of a word of codes.
-      template <int I>
-      DEVICE u32 at(u32 codes) const {
-        if constexpr (PAIRS) {
-          const u32 word = SMALL ? lop3<AND_XOR>(codes, 0x7F7F7F7Fu, 0x40404040u) : codes ^ 0x80808080u;
-          return mul2<T>(fma2<T>(prmt<I ? 0x4342 : 0x4140>(word, SMALL ? 0x43u : 0x64u), LESS, TAKEN), pair);
+    // The codes of unit u, for each register those of bytes 0 and 2, of bytes 1 and 3: code + BIAS, up(u) bits up, in the
+    // mantissa of 1024 (FLOAT: of a subnormal f16, which fp32 takes with one conversion and no subtraction).
+    static DEVICE void pairs(const P& words, const typename P::Factors& bits, int u, u32 (&codes)[4][2]) {
+      constexpr u32 MAGIC = WAY == Way::FLOAT ? 0 : 0x64006400u;
+      u32 bytes[4];
+      if constexpr (WAY != Way::EXACT && !NIBBLES) words.template unit<SIGNED ? 0x80808080u : 0>(u, bits, bytes);
+#pragma unroll
+      for (int w = 0; w < 4; w++) {
+        if constexpr (WAY == Way::EXACT) {
+          u32 raw[4];
+          Decode<Element::e2m1, T, false>::raw(words.low + w, raw);
+          codes[w][0] = raw[2 * u], codes[w][1] = raw[2 * u + 1];
+        } else if constexpr (NIBBLES) {
+          const u32 field = 0x000F000Fu << up(u), flip = MAGIC ^ BIAS * 0x00010001u << up(u);
+          codes[w][0] = lop3<AND_XOR>(words.low[w], field, flip);
+          codes[w][1] = lop3<AND_XOR>(words.low[w] >> 8, field, flip);
         } else {
-          return pack<T>(one(codes ^ 0x80808080u, 2 * I), one(codes ^ 0x80808080u, 2 * I + 1));
+          codes[w][0] = prmt<0x4240>(bytes[w], MAGIC >> 8), codes[w][1] = prmt<0x4341>(bytes[w], MAGIC >> 8);
         }
       }
-      DEVICE float one(u32 word, int i) const {
-        const float raised = __uint_as_float(prmt(word, 0x47000000u, 0x7504u | i << 4));
-        return fmaf(FUSED ? raised : raised - BASE, scale, offset);
+    }
+
+    // The factors of rows g and g + 8 in 64 k.
+    struct Rows {
+      static constexpr int EACH = 32 / P::F.own; // scales of a unit
+      static constexpr float RAISE = 1 << 24;    // codes and scales in subnormals are so much larger
+      u32 high[2][2], low[2][2];                 // [row], pairs of f16 or T: see load
+      float scale[2][2][EACH], offset[2][2][EACH];
+
+      DEVICE Rows(const u8* plane, int p, int g) {
+        if constexpr (WAY == Way::EXACT && EACH == 1) {
+          const u32 both = prmt<0x5410>(half_at(plane + g * P::FINE + 2 * p), half_at(plane + (g + 8) * P::FINE + 2 * p));
+          E2M1::scales(both, high[0][0], high[0][1]); // [0][unit]: of the two rows
+        } else {
+#pragma unroll
+          for (int r = 0; r < 2; r++) load(plane, p, g + 8 * r, r);
+        }
+      }
+      DEVICE void load(const u8* plane, int p, int row, int r) {
+        const u8 *fine = plane + row * P::FINE, *coarse = plane + 16 * P::FINE + row * P::COARSE;
+        if constexpr (WAY == Way::EXACT) {
+          E2M1::scales(word_at(fine + 4 * p), high[r][0], high[r][1]); // [r][half]: of the two units
+        } else if constexpr (P::F.pairs) {
+          const uint2 two = *reinterpret_cast<const uint2*>(fine + 8 * p);
+          high[r][0] = two.x, high[r][1] = two.y; // [r][unit]: scale and minimum
+        } else {
+          load_fine(fine, p, high[r]);
+        }
+        if constexpr (WAY == Way::SPLIT) {
+          const u32 by = twice(half_at(coarse), 0);
+#pragma unroll
+          for (int u = 0; u < 2; u++) {
+            const u32 own = high[r][u];
+            high[r][u] = mul2<T>(own, by), low[r][u] = fma2<T>(own, by, high[r][u] ^ SIGNS);
+          }
+        }
+        if constexpr (WAY == Way::FLOAT) in_floats(fine, coarse, p, r);
+      }
+      // Scales, or minima, of one level: of the two units, or of each unit's halves. Those of u6 are subnormals.
+      static DEVICE void load_fine(const u8* fine, int p, u32 (&pair)[2]) {
+        if constexpr (size_of(P::S) == 2) {
+          pair[0] = word_at(fine + 4 * p);
+        } else if constexpr (P::S == Dtype::u6) {
+          pair[0] = prmt<0x4140>(half_at(fine + 2 * p), 0);
+        } else {
+          const u32 word = (EACH == 2 ? word_at(fine + 4 * p) : half_at(fine + 2 * p)) ^ 0x80808080u;
+          pair[0] = add2<Dtype::f16>(prmt<0x4140>(word, 0x64), 0xE480E480u); // minus 1152
+          if constexpr (EACH == 2) pair[1] = add2<Dtype::f16>(prmt<0x4342>(word, 0x64), 0xE480E480u);
+        }
+      }
+      // What a code's subnormal is multiplied with, and what is added: one fma rounds, the rest is exact.
+      DEVICE void in_floats(const u8* fine, const u8* coarse, int p, int r) {
+        constexpr float LESS = NIBBLES ? 1.0f : P::FOLD;
+        float by = RAISE * LESS, of_minima = 0;
+        if constexpr (P::F.coarse) by = half_of(half_at(coarse), 0) * (P::S == Dtype::u6 ? RAISE * RAISE * LESS : RAISE * LESS);
+        if constexpr (P::F.coarse && P::F.minima) of_minima = half_of(half_at(coarse + 2), 0) * -RAISE;
+        u32 minima[2] = {};
+        if constexpr (P::F.minima && !P::F.pairs) load_fine(fine + P::SUBS, p, minima);
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+          const float by_unit = NIBBLES && u ? by / 16 : by;
+#pragma unroll
+          for (int h = 0; h < EACH; h++) {
+            const u32 pair = high[r][EACH == 2 || P::F.pairs ? u : 0];
+            scale[r][u][h] = half_of(pair, EACH == 2 ? h : P::F.pairs ? 0 : u) * by_unit;
+            if constexpr (P::F.pairs)
+              offset[r][u][h] = half_of(pair, 1);
+            else if constexpr (P::F.minima)
+              offset[r][u][h] = half_of(minima[0], u) * of_minima;
+            else
+              offset[r][u][h] = scale[r][u][h] * (-(BIAS << up(u)) / RAISE);
+          }
+        }
+      }
+      // A pair of codes of unit u, its half h, of row g + 8r.
+      DEVICE u32 weights(u32 codes, int u, int h, int r) const {
+        if constexpr (WAY == Way::EXACT) {
+          if constexpr (P::S == Dtype::e8m0) codes = mul2<T>(codes, E2M1::STEP);
+          return mul2<T>(codes, EACH == 1 ? twice(high[0][u], r) : twice(high[r][h], u));
+        } else if constexpr (WAY == Way::FLOAT) {
+          const int i = EACH == 2 ? h : 0;
+          return pack<T>(fmaf(half_of(codes, 0), scale[r][u][i], offset[r][u][i]),
+                         fmaf(half_of(codes, 1), scale[r][u][i], offset[r][u][i]));
+        } else {
+          // times 2^-up, minus 1024 * 2^-up + BIAS
+          const u32 less = (15 - up(u) << 10) * 0x00010001u;
+          const u32 taken = (25 - up(u) << 10 | BIAS << up(u)) * 0x00010001u | SIGNS;
+          const u32 code = fma2<T>(codes, less, taken);
+          if constexpr (WAY == Way::SPLIT)
+            return fma2<T>(code, twice(high[r][u], h), mul2<T>(code, twice(low[r][u], h)));
+          else if constexpr (P::F.pairs)
+            return fma2<T>(code, twice(high[r][u], 0), twice(high[r][u], 1));
+          else
+            return mul2<T>(code, twice(high[r][0], u));
+        }
       }
     };
+
+    static DEVICE u32 half_at(const u8* from) { return *reinterpret_cast<const u16*>(from); }
+    static DEVICE u32 word_at(const u8* from) { return *reinterpret_cast<const u32*>(from); }
+    static DEVICE float half_of(u32 pair, int i) { return to_float<Dtype::f16>(u16(pair >> 16 * i)); }
   };
 
   template <class Times>
   static DEVICE void finish(const Problem<Strips>& p, int feature, int lane, Times times) {
-    if constexpr (V.factor) {
+    constexpr float UP = WAY == Way::EXACT ? E2M1::UP : 1.0f; // times a factor: still one rounding
 #pragma unroll
-      for (int v = 0; v < 4; v++) times(v, p.factor.template of<Dtype::f32>(feature + lane / 4 + 8 * v));
+    for (int v = 0; v < 2 * STRIPS; v++) {
+      if constexpr (V.factor)
+        times(v, p.factor.template of<Dtype::f32>(feature + lane / 4 + 8 * v) * UP);
+      else if constexpr (UP != 1.0f)
+        times(v, UP);
     }
   }
 };

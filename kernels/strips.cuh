@@ -140,30 +140,32 @@ struct Strip {
     if constexpr (F.high == 2) from.template load<2>(high + 2 * p, LOW + 256 * p + 8 * lane);
   }
 
-  // The A fragment of a unit.
+  // The A fragment of a unit; bytes XORed with FLIP.
+  template <u32 FLIP = 0>
   DEVICE void unit(int u, const Factors& factors, u32 (&a)[4]) const {
     const int p = u / 2, s = u % 2;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const u32 v = low[4 * (F.bits == 8 ? u : p) + r];
       if constexpr (F.bits == 8) {
-        a[r] = v;
+        a[r] = v ^ FLIP;
       } else if constexpr (F.lookup) {
         // Sixteen bytes are two PRMT of eight, and a third that takes from either as the codes' top bits say.
         const u32 eighth = v & 0x77777777u, which = lop3<AND_OR>(v >> 1, 0x44444444u, 0x32103210u);
-        const u32 first = prmt(prmt(F.table[0], F.table[1], eighth), prmt(F.table[2], F.table[3], eighth), which);
-        const u32 second = prmt(prmt(F.table[0], F.table[1], eighth >> 16),
-                                prmt(F.table[2], F.table[3], eighth >> 16), which >> 16);
+        constexpr u32 T[4] = {F.table[0] ^ FLIP, F.table[1] ^ FLIP, F.table[2] ^ FLIP, F.table[3] ^ FLIP};
+        const u32 first = prmt(prmt(T[0], T[1], eighth), prmt(T[2], T[3], eighth), which);
+        const u32 second = prmt(prmt(T[0], T[1], eighth >> 16), prmt(T[2], T[3], eighth >> 16), which >> 16);
         a[r] = s ? prmt<0x7531>(first, second) : prmt<0x6420>(first, second);
       } else {
+        constexpr u32 flip = (F.high && F.flip ? 0x80808080u : 0) ^ FLIP;
         constexpr u32 field = (0x0Fu << F.up) * 0x01010101u, top = ((1u << F.high) - 1 << (4 + F.up)) * 0x01010101u;
         const u32 nibbles = s ? v >> (4 - F.up) : v << F.up;
         if constexpr (F.high) {
           const int up = 4 + F.up - (F.high == 1 ? 2 * r + s : 2 * r);
           const u32 word = F.high == 1 ? factors.fifth[p] : high[u], bits = up < 0 ? word >> -up : word << up;
-          a[r] = lop3<AND_OR>(nibbles, field, F.flip ? lop3<AND_XOR>(bits, top, 0x80808080u) : bits & top);
+          a[r] = lop3<AND_OR>(nibbles, field, flip ? lop3<AND_XOR>(bits, top, flip) : bits & top);
         } else {
-          a[r] = nibbles & field;
+          a[r] = nibbles & field ^ FLIP;
         }
       }
     }

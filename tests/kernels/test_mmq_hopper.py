@@ -5,18 +5,24 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 from itertools import product
+from pathlib import Path
 
+import numpy as np
 import pytest
+from host_kernels import COMPILER as COMPILED
+from host_kernels import aligned, run, sources
 from strip_linears import random_strips
 from warptile.formats.errors import UnsupportedError
-from warptile.kernels import mmq, mmq_hopper_plan, wgmma_plan
+from warptile.kernels import gather, mmq, mmq_hopper_plan, wgmma_plan
 from warptile.kernels.launch import Device
 from warptile.kernels.mmq_hopper_plan import TILES
 from warptile.kernels.mmq_plan import plan
 from warptile.kernels.mmq_strips import KINDS
+from warptile.kernels.wgmma_plan import Wgmma
 from warptile.runtime import build
 from warptile.runtime import cubin as cubins
 
+INSIDE = [kind for kind, facts in KINDS.items() if facts.scales]
 H200 = Device(arch=90, sms=132, shared=232448, nvrtc=(13, 5))
 
 try:
@@ -28,13 +34,14 @@ needs_nvrtc = pytest.mark.skipif(COMPILER < wgmma_plan.NVRTC, reason="needs NVRT
 
 def spec_of(kind: str, n: int = 28672, k: int = 8192, **other: object) -> dict[str, object]:
     padded = {"n_padded": -(-n // 128) * 128, "k_padded": -(-k // 256) * 256}
+    own = KINDS[kind].scales[0][1] if KINDS[kind].scales else 128
     return {
         "kind": kind,
         "n": n,
         "k": k,
         **padded,
-        "group": 32,
-        "scale_block": [1, 32],
+        "group": own,
+        "scale_block": [1, own],
         "bias": None,
         "experts": None,
         **other,
@@ -43,21 +50,33 @@ def spec_of(kind: str, n: int = 28672, k: int = 8192, **other: object) -> dict[s
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("kind", "x_dtype", "tile"), [("q4_k", "f16", 1), ("q6_k", "bf16", 0), ("nvfp4", "bf16", 1), ("mxfp4", "bf16", 0)]
+    ("kind", "x_dtype", "tile"),
+    [
+        ("q4_k", "f16", (256, 128)),
+        ("q6_k", "bf16", (256, 64)),
+        ("q6_k", "f16", (256, 128)),
+        ("nvfp4", "bf16", (256, 128)),
+        ("mxfp4", "bf16", (256, 32)),
+        ("q4_0", "f16", (512, 16)),
+        ("iq4_xs", "f16", (256, 16)),
+        ("q4_k", "f16", (128, 256, 2)),
+        ("q6_k", "f16", (128, 256, 2)),
+        ("mxfp4", "bf16", (128, 256, 2)),
+    ],
 )
 def test_tensor_cores_are_fed_from_registers_without_spills_or_serialisation(
-    kind: str, x_dtype: str, tile: int
+    kind: str, x_dtype: str, tile: tuple[int, ...]
 ) -> None:
-    stage = plan(spec_of(kind), 256, H200, x_dtype, variant=TILES[tile], numerics="exact").stages[-1]
+    stage = plan(spec_of(kind), 256, H200, x_dtype, variant=Wgmma(*tile[:2], 1, *tile[2:]), numerics="exact").stages[-1]
     cubin = build.build(build.Request(stage.kernel, stage.variant, stage.target))
     report = cubins.resources(cubin)
     assert report.notes == ()
-    assert report.spills == 0
     tool = cubins.disassembler()
+    assert cubins.spills_in_loop(cubin, tool) == 0
     if tool is None:
         pytest.skip("no nvdisasm")
     sass = cubins.disassemble(cubin.image, tool)
-    at = [i for i, op in enumerate(sass) if op.startswith(f"HGMMA.64x{TILES[tile].tokens}x16")]
+    at = [i for i, op in enumerate(sass) if op.startswith(f"HGMMA.64x{tile[1]}x16")]
     assert "R2UR" not in sass[at[0] : at[-1]]
 
 
@@ -65,7 +84,9 @@ def test_tensor_cores_are_fed_from_registers_without_spills_or_serialisation(
 def test_a_plan_asks_for_the_shared_memory_the_kernel_lays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """``shared`` is sizeof(Shared), for every tile and kind: the compiler checks it. All fit an sm_90."""
     source = files("warptile.kernels").joinpath("mmq_wgmma.cu").read_text("utf-8")
-    for tile, kind in product(TILES, (kind for kind, facts in KINDS.items() if facts.scales)):
+    for tile, kind in product(TILES, INSIDE):
+        if mmq_hopper_plan.refuse_tile(spec_of(kind), tile):
+            continue
         stage = plan(spec_of(kind), 64, H200, "bf16", variant=tile, numerics="exact").stages[-1]
         shared = f"Shared<Strips<Variant{{{', '.join(map(str, stage.variant))}}}>>"
         source += f"static_assert(sizeof({shared}) == {stage.shared});\n"
@@ -86,12 +107,52 @@ def test_arguments_are_the_kernels_parameters() -> None:
     assert [type(a) for a in args] == [int if name in numbers else str for name in names]
 
 
-def test_many_rows_go_to_hoppers_tensor_cores_and_few_to_8_bits() -> None:
-    for kind, m in product(("q4_0", "q6_k"), (1, 8, 32, 33, 4096)):
-        made = plan(spec_of(kind), m, H200, "bf16")
-        assert (made.stages[-1].kernel == "mmq_wgmma") == (m > 32)
-        assert (made.quantizes is None) == (m > 32)
-    assert plan(spec_of("q4_0"), 1, H200, "bf16", numerics="exact").stages[-1].kernel == "mmq_wgmma"
+@pytest.mark.parametrize(
+    ("kind", "x_dtype", "fewest"),
+    [
+        ("q4_0", "f16", 17),
+        ("q4_0", "bf16", 33),
+        ("q8_0", "f16", 17),
+        ("q4_k", "f16", 33),
+        ("q6_k", "f16", 17),
+        ("q6_k", "bf16", 17),
+        ("iq4_nl", "f16", 33),
+        ("mxfp4", "bf16", 9),
+        ("nvfp4", "f16", 9),
+    ],
+)
+def test_many_rows_go_to_hoppers_tensor_cores_and_few_to_8_bits(kind: str, x_dtype: str, fewest: int) -> None:
+    for m in (1, 8, 9, 16, 17, 32, 33, 4096):
+        made = plan(spec_of(kind), m, H200, x_dtype)
+        assert (made.stages[-1].kernel == "mmq_wgmma") == (m >= fewest)
+        assert (made.quantizes is None) == (m >= fewest)
+        assert plan(spec_of(kind), m, H200, x_dtype, numerics="int8").quantizes == "int8"
+    assert plan(spec_of(kind), 1, H200, x_dtype, numerics="exact").stages[-1].kernel == "mmq_wgmma"
+
+
+def test_tiles_that_do_not_fit_are_refused_with_the_reason() -> None:
+    made = plan(spec_of("q8_0"), 16, H200, "f16", numerics="exact")
+    assert made.stages[-1].shared <= H200.shared
+    assert any(tile == "wgmma 512 x 16" and "bytes of shared memory" in why for tile, why in made.rejected)
+    for n, cluster in ((4096, 2), (4096 + 128, 1)):
+        made = plan(spec_of("q4_k", n), 4096, H200, "f16")
+        assert made.stages[-1].cluster == cluster
+        assert any(f"{n} is no multiple" in why for _, why in made.rejected) == (cluster == 1)
+
+
+@pytest.mark.skipif(COMPILED is None, reason="no g++")
+@pytest.mark.parametrize(("k", "pitch"), [(512, 512), (504, 504), (509, 512), (16, 24), (40, 41)])
+def test_x_comes_with_the_even_ones_of_each_16_before_the_odd_ones(k: int, pitch: int, tmp_path: Path) -> None:
+    """And zeros beyond k; rows on 16 bytes and rows that are not."""
+    padded = -(-k // 256) * 256
+    x = np.random.default_rng(0).integers(1, 65536, (3, pitch)).astype(np.uint16)
+    memory = {"x": aligned(x), "gathered": aligned(np.full((3, padded), 7, np.uint16)), "perm": aligned(np.zeros(1))}
+    stage = gather.stage(gather.FRAGMENTS, 3, padded, H200)
+    run(stage, memory, {"m": 3, "k": k, "k_padded": padded, "ldx": pitch}, sources(tmp_path))
+    want = np.zeros((3, padded), np.uint16)
+    want[:, :k] = x[:, :k]
+    want = np.moveaxis(want.reshape(3, -1, 8, 2), 3, 2).reshape(3, padded)
+    np.testing.assert_array_equal(memory["gathered"].view(np.uint16).reshape(3, padded), want)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,16 @@ python -m pytest -q tests/runtime/test_strips_exact.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 from linears import ACTIVATION, InMemory, random_x
 from strip_linears import random_strips
 from warptile.formats.canonical import dequantize
 from warptile.kernels import mmq
+from warptile.kernels.mmq_hopper_plan import TILES, refuse_tile
 from warptile.kernels.mmq_strips import KINDS
 from warptile.runtime import Session
 
@@ -58,7 +62,7 @@ def test_products_of_every_kind_and_m(cp, session, quants, name, dtype):
     q = quants[name]
     x = random_x((300, q.k), dtype)
     want = np.float64(x) @ dequantize(q, np.float64).T + (0 if q.bias is None else np.float64(q.bias))
-    for m in (1, 17, 64, 65, 128, 300):
+    for m in (1, 9, 17, 33, 64, 65, 128, 300):
         y = times(cp, session, name, x[:m])
         error = np.linalg.norm(np.float64(y) - want[:m]) / np.linalg.norm(want[:m])
         assert error <= TOLERANCE[dtype], f"m = {m}: {error:.2e}"
@@ -76,6 +80,23 @@ def test_one_hot_rows_return_the_decoded_weights(cp, quants, name, dtype):
             y = np.float32(times(cp, s, "p", x[start : start + 180]))
             rows = slice(start, start + 180)
             np.testing.assert_array_equal(y, np.where(y == twice[rows], twice[rows], once[rows]))
+
+
+@pytest.mark.parametrize("tile", [replace(tile, cut=cut) for tile in TILES for cut in (False, True)], ids=str)
+def test_every_tile_and_cut_ones(cp, quants, monkeypatch, tile):
+    """The decoded weights again, by features and rows that no tile divides."""
+    names = ("q4_0", "q8_0", "short", "whole", "large", "parts")
+    names = [name for name in names if refuse_tile(mmq.spec(quants[name].outline()), tile) is None]
+    assert len(names) >= 3
+    monkeypatch.setattr(mmq, "plan", partial(mmq.plan, variant=tile))
+    with Session(InMemory({name: quants[name] for name in names}, {}, mmq)) as s:
+        for name in names:
+            q = quants[name]
+            x = random_x((139, q.k), "float16")
+            want = np.float64(x) @ dequantize(q, np.float64).T + (0 if q.bias is None else np.float64(q.bias))
+            y = times(cp, s, name, x)
+            assert np.linalg.norm(np.float64(y) - want) / np.linalg.norm(want) <= TOLERANCE["float16"]
+            np.testing.assert_array_equal(times(cp, s, name, x), y)
 
 
 def test_many_rows_run_on_tensor_cores_of_16_bits_unless_int8_is_asked_for(session):
