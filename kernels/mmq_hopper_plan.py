@@ -141,7 +141,7 @@ def variants(elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple
 
 
 def covering() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What CI compiles: of every kind two or three, which take turns among types of x, tiles and factors."""
+    """What CI compiles: of every kind three or four, which take turns among types of x, tiles and factors."""
     seen: dict[int, int] = {}
     for kernel, made, target in variants():
         if target == "sm_90a":
