@@ -27,11 +27,11 @@ STEP_COST = {
     Wgmma(256, 32, 2): 0.311,
     Wgmma(128, 64, 2): 0.235,
     Wgmma(128, 64, 2, sums=True): 0.25,
-    Wgmma(256, 64, 1, sums=True): 0.39,
+    Wgmma(256, 64, 1, sums=True): 0.4,
     Wgmma(256, 64, 1): 0.42,
     Wgmma(256, 128, 1): 0.665,
-    Wgmma(128, 128, 1, cluster=2): 0.37,
-    Wgmma(128, 128, 1, cluster=2, sums=True): 0.375,
+    Wgmma(128, 128, 1, cluster=2): 0.385,
+    Wgmma(128, 128, 1, cluster=2, sums=True): 0.39,
     Wgmma(128, 256, 1, cluster=2): 0.655,
 }
 TILES = tuple(STEP_COST)

@@ -27,8 +27,6 @@ STEP_COST = {
     Wgmma(128, 256, 1, cluster=2): (0.72, 0.8),
 }
 TILES = tuple(STEP_COST)
-LATE = {128: 7.0}
-"""tokens: us more than ``wgmma_plan`` says that adding the parts of cut tiles takes."""
 
 X_DTYPES = ("f16", "bf16")
 SHARED = 232448
@@ -82,7 +80,7 @@ def estimate(spec: Spec, m: int, device: Device, x_dtype: str, w: Wgmma) -> floa
     """us on an H200, roughly."""
     count = wgmma.tiles(w, spec["n_padded"], m)
     step = STEP_COST[replace(w, cut=False)][0 if _lean(spec, x_dtype) else 1]
-    return wgmma.estimate(w, count, step, spec["k_padded"], device) + (LATE.get(w.tokens, 0.0) if w.cut else 0.0)
+    return wgmma.estimate(w, count, step, spec["k_padded"], device)
 
 
 def choose(

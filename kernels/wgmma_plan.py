@@ -22,6 +22,8 @@ START = 6.0
 """us of a launch, its first loads and its last stores; H200, 2026-11-29, as all that follow."""
 CUT, SUMS = 2.0, 2800
 """us of adding the parts of cut tiles, and a tile's sums that lengthen it by another us."""
+LARGE, LATE = 1 << 15, 10.0
+"""From how many sums on, 128 in a thread, it takes so many us more: that many are not added in one go."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def estimate(w: Wgmma, count: int, step: float, k: int, device: Device) -> float
     """us on an H200, roughly, of ``count`` tiles whose steps of 64 k take ``step`` us each."""
     workers = w.workers(device)
     waves = count / workers if w.cut else -(-count // workers)
-    add = CUT + w.features * w.tokens / SUMS if w.cut else 0
+    sums = w.features * w.tokens
+    add = CUT + sums / SUMS + (LATE if sums >= LARGE else 0) if w.cut else 0
     return START + waves * -(-k // STEP) * step + add
 
 
