@@ -71,8 +71,8 @@ def refuse_tile(spec: Spec, device: Device, x_dtype: str, w: Wgmma) -> str | Non
         return "scales sums of a run of k, within which this module has other scales, or exact products with weights"
     if not w.sums and must_scale_sums(spec, x_dtype):
         return f"{spec['scale']} scales multiply fp32 sums, of which this tile has one set"
-    if w.cluster > 1 and spec["n_padded"] % (w.features * w.cluster):
-        return f"blocks that share x have {w.features * w.cluster} outputs, of which {spec['n_padded']} is no multiple"
+    if reason := wgmma.refuse_cluster(w, spec["n_padded"], device):
+        return reason
     if _stages(spec, w, device.shared) is None:
         return f"two stages need {shared(spec, w, 2)} bytes of shared memory, a block has {device.shared}"
     return None

@@ -24,7 +24,7 @@ HOPPER_SHARED = 232448
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
     device = Device(arch, sms=1, shared=most_shared(arch))
-    hopper_device = Device(90, sms=1, shared=HOPPER_SHARED, nvrtc=NVRTC)
+    hopper_device = Device(90, sms=2, shared=HOPPER_SHARED, nvrtc=NVRTC)
     yield from ((kernel, (ordered,), f"sm_{arch}") for kernel in ("gather", "pairs") for ordered in (0, 1))
     yield from quantize.variants(arch, (WHOLE,))
     seen = set()

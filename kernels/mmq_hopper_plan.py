@@ -47,10 +47,10 @@ def refuse(spec: Spec, device: Device, x_dtype: str) -> str | None:
     return refuse_parts(spec)
 
 
-def refuse_tile(spec: Spec, w: Wgmma) -> str | None:
+def refuse_tile(spec: Spec, device: Device, w: Wgmma) -> str | None:
     """None if the tile's stages fit into shared memory and its cluster into the strips, else why not."""
-    if w.cluster > 1 and spec["n_padded"] % (w.features * w.cluster):
-        return f"blocks that share x have {w.features * w.cluster} outputs, of which {spec['n_padded']} is no multiple"
+    if reason := wgmma.refuse_cluster(w, spec["n_padded"], device):
+        return reason
     needs = shared(spec["kind"], w)
     return f"needs {needs} bytes of shared memory, a block has {SHARED}" if needs > SHARED else None
 
@@ -90,7 +90,7 @@ def choose(
     times: dict[Wgmma, float] = {}
     refused: dict[str, str] = {}
     for w in (replace(w, cut=cut) for w in TILES for cut in (False, True)):
-        if why := refuse_tile(spec, w):
+        if why := refuse_tile(spec, device, w):
             refused[str(w)] = why
         elif batch_invariant and w.cut:
             refused[str(w)] = "adds in an order that depends on m"
@@ -130,11 +130,11 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, w: Wgmma) -> Plan:
 def variants(elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``launch`` can ask for, for building ahead."""
     yield "gather", (gather.FRAGMENTS,), "sm_90"
-    device = Device(90, sms=1, shared=0, nvrtc=wgmma.NVRTC)
+    device = Device(90, sms=2, shared=0, nvrtc=wgmma.NVRTC)
     for kind, x_dtype, w, scales in product(KINDS, X_DTYPES, TILES, ({}, {"global": "f32"})):
         spec = {"kind": kind, "n_padded": w.features * w.cluster, **scales}
         wanted = not elements or set(elements) & set(KINDS[kind].elements)
-        if wanted and refuse(spec, device, x_dtype) is None and refuse_tile(spec, w) is None:
+        if wanted and refuse(spec, device, x_dtype) is None and refuse_tile(spec, device, w) is None:
             yield "mmq_wgmma", variant(spec, x_dtype, w), "sm_90a"
 
 

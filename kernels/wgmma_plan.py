@@ -70,6 +70,15 @@ def refuse(device: Device) -> str | None:
     return None
 
 
+def refuse_cluster(w: Wgmma, n_padded: int, device: Device) -> str | None:
+    """None if the tile's blocks that share x run at once and have whole tiles of outputs, else why not."""
+    if device.sms < w.cluster:
+        return f"blocks that share x need {w.cluster} SMs, this has {device.sms}"
+    if w.cluster > 1 and n_padded % (w.features * w.cluster):
+        return f"blocks that share x have {w.features * w.cluster} outputs, of which {n_padded} is no multiple"
+    return None
+
+
 def tiles(w: Wgmma, n_padded: int, m: int) -> int:
     """Tiles of a product."""
     return -(-m // w.tokens) * -(-n_padded // (w.features * w.cluster))

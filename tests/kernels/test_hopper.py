@@ -226,6 +226,16 @@ def test_blocks_that_share_x_have_whole_tiles_of_outputs() -> None:
     assert reason == "blocks that share x have 256 outputs, of which 4224 is no multiple"
 
 
+def test_a_device_of_one_sm_has_no_blocks_that_share_x() -> None:
+    one = Device(90, sms=1, shared=H200.shared, nvrtc=H200.nvrtc)
+    assert refuse_tile(spec_of(4096, 4096), one, "f16", Wgmma(128, 256, 1, cluster=2)) == (
+        "blocks that share x need 2 SMs, this has 1"
+    )
+    for m, batch_invariant in product((9, 64, 4096), (False, True)):
+        (stage,) = plan(spec_of(4096, 4096), m, one, "f16", batch_invariant=batch_invariant).stages
+        assert (stage.kernel, stage.cluster, stage.grid) == ("marlin_wgmma", 1, (1, 1, 1))
+
+
 @pytest.mark.parametrize("change", [{}, {"scale": "bf16"}, {"element": "e4m3", "scale": "f32"}, {"group": 64}], ids=str)
 def test_batch_invariant_tiles_scale_what_all_of_them_scale(change: dict[str, object]) -> None:
     """Sums that are scaled and weights that are round differently: sums only where weights cannot be scaled exactly."""

@@ -81,11 +81,20 @@ def test_tensor_cores_are_fed_from_registers_without_spills_or_serialisation(
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("m", [17, 64, 4096])
+def test_a_device_of_one_sm_has_no_blocks_that_share_x(m: int, batch_invariant: bool) -> None:
+    one = Device(90, sms=1, shared=H200.shared, nvrtc=H200.nvrtc)
+    made = plan(spec_of("q4_0"), m, one, "f16", batch_invariant=batch_invariant)
+    assert (made.stages[-1].cluster, made.stages[-1].grid) == (1, (1, 1, 1))
+    assert "blocks that share x need 2 SMs, this has 1" in dict(made.rejected).values()
+
+
 def test_a_plan_asks_for_the_shared_memory_the_kernel_lays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """``shared`` is sizeof(Shared), for every tile and kind: the compiler checks it. All fit an sm_90."""
     source = files("warptile.kernels").joinpath("mmq_wgmma.cu").read_text("utf-8")
     for tile, kind in product(TILES, INSIDE):
-        if mmq_hopper_plan.refuse_tile(spec_of(kind), tile):
+        if mmq_hopper_plan.refuse_tile(spec_of(kind), H200, tile):
             continue
         stage = plan(spec_of(kind), 64, H200, "bf16", variant=tile, numerics="exact").stages[-1]
         shared = f"Shared<Strips<Variant{{{', '.join(map(str, stage.variant))}}}>>"
