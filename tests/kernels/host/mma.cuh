@@ -1,13 +1,8 @@
-// Stands in for kernels/mma.cuh, so that a kernel's own source runs on the host: the threads of a block are fibers that
-// take turns at barriers, and warp instructions are two barriers with an exchange between them. Slow, exact, no GPU.
+// Stands in for kernels/mma.cuh, so that a kernel's own source runs on the host: threads are fibers (threads.cuh), and
+// warp instructions are two barriers with an exchange between them. Slow, exact, no GPU.
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <ucontext.h>
-#include <vector>
 
 #define DEVICE inline
 #define __device__
@@ -17,17 +12,10 @@
 #define __align__(n)
 #define __launch_bounds__(...)
 #include "elements.h"
+#include "threads.cuh"
 
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
 using std::max, std::min;
 
-struct Extent {
-  u32 x, y, z;
-};
 struct uint2 {
   u32 x, y;
 };
@@ -40,40 +28,7 @@ struct uint4 {
 struct float4 {
   float x, y, z, w;
 };
-struct Barrier {
-  u32 arrived, turn;
-};
-struct Warp {
-  Barrier barrier;
-  u32 a[32][4], b[32][2], address[32];
-};
 
-inline Extent threadIdx, blockIdx, blockDim, gridDim;
-alignas(128) inline u8 shared[256 << 10];
-inline Barrier everyone;
-inline Warp warps_of_block[32];
-inline ucontext_t scheduler, fibers[1024];
-inline bool finished[1024];
-
-inline void wait(Barrier& barrier, u32 count) {
-  const u32 turn = barrier.turn;
-  if (++barrier.arrived == count) barrier = {0, turn + 1};
-  while (barrier.turn == turn) swapcontext(&fibers[threadIdx.x], &scheduler);
-}
-inline void __syncthreads() { wait(everyone, blockDim.x); }
-inline Warp& warp_here() { return warps_of_block[threadIdx.x / 32]; }
-inline void warp_wait() { wait(warp_here().barrier, 32); }
-inline void __syncwarp() { warp_wait(); }
-
-// Memory a kernel may read; anything else ends the process with a word.
-inline std::vector<std::pair<const u8*, const u8*>> readable;
-inline void check(const void* from, int bytes, int alignment) {
-  const u8* at = static_cast<const u8*>(from);
-  for (auto [begin, end] : readable)
-    if (at >= begin && at + bytes <= end && u64(at) % alignment == 0) return;
-  std::fprintf(stderr, "a read of %d bytes is outside every tensor or not aligned\n", bytes);
-  std::exit(1);
-}
 template <class T>
 T __ldg(const T* from) {
   check(from, sizeof(T), sizeof(T));
@@ -154,6 +109,8 @@ u16 from_float(float f) {
   return rounded<T>(f);
 }
 template <Dtype T>
+u32 pack(float low, float high) { return from_float<T>(low) | u32(from_float<T>(high)) << 16; }
+template <Dtype T>
 u32 fma2(u32 a, u32 b, u32 c) {
   auto one = [&](int up) { return u32(rounded<T>(value<T>(a >> up) * value<T>(b >> up) + value<T>(c >> up))) << up; };
   return one(0) | one(16);
@@ -209,7 +166,6 @@ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 #endif
 
-inline u32 shared_address(const void* p) { return u32(static_cast<const u8*>(p) - shared); }
 inline void ldmatrix4(u32 (&d)[4], u32 address) {
   Warp& w = warp_here();
   const int lane = threadIdx.x % 32;
@@ -248,31 +204,3 @@ inline void let_next_start() {}
 template <typename T>
 void wait_for_previous(T*&) {}
 inline u32 arrive(u32* counter) { return (*counter)++; }
-
-// Blocks one after the other; `entry` calls the kernel in the current fiber.
-inline void (*entry)();
-inline void fiber() {
-  entry();
-  finished[threadIdx.x] = true;
-  swapcontext(&fibers[threadIdx.x], &scheduler);
-}
-inline void launch(void (*kernel)(), u32 columns, u32 rows, u32 threads) {
-  constexpr int STACK = 64 << 10;
-  static std::vector<u8> stacks(1024 * STACK);
-  entry = kernel, gridDim = {columns, rows, 1}, blockDim = {threads, 1, 1};
-  for (u32 block = 0; block < rows * columns; block++) {
-    blockIdx = {block % columns, block / columns, 0};
-    std::memset(shared, 0xFF, sizeof shared); // NaNs
-    for (u32 i = 0; i < threads; i++) {
-      finished[i] = false;
-      getcontext(&fibers[i]);
-      fibers[i].uc_stack.ss_sp = &stacks[i * STACK], fibers[i].uc_stack.ss_size = STACK;
-      makecontext(&fibers[i], fiber, 0);
-    }
-    for (u32 left = threads; left;) {
-      left = 0;
-      for (u32 i = 0; i < threads; i++)
-        if (!finished[i]) threadIdx = {i, 0, 0}, swapcontext(&scheduler, &fibers[i]), left++;
-    }
-  }
-}
