@@ -64,7 +64,7 @@ def choose_tile(
     times: dict[Tiled | Wgmma, float] = {}
     refused: dict[str, str] = {}
     reason = "does not add pairs of rows" if x_dtype == "f32" else hopper.refuse(spec, device, x_dtype)
-    reason = "scales weights before it adds, so that sums are not those of integers" if whole else reason
+    reason = "most of its tiles scale weights before they add, not sums of integers" if whole else reason
     if reason is None:
         refused["mma.sync"] = "slower than wgmma wherever both were measured"
         for w in hopper.TILES:
