@@ -37,7 +37,7 @@ constexpr int BAND = 8;  // token tiles that go through all features together, s
 
 struct Shape {
   int features, tokens; // of a tile: 128 .. 512, 16 .. 256
-  int ways;             // 2: a second set of warpgroups has the same features, and each takes every other 64 k
+  int ways;             // 2: a second set of warpgroups has the same features, and each takes every other run
   int cluster;          // thread blocks that share x
   int stages;           // of x, a power of two
   int weight_stages;    // the same, where weights have a ring of their own
