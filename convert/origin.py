@@ -56,12 +56,10 @@ def metadata(plan: Plan) -> dict[str, str]:
     """The entries, for the first shard of an artifact."""
     checkpoint = plan.checkpoint
     owner = {name: linear.name for module in plan.converted for linear in module.linears for name in linear.members}
-    files: dict[str, dict[str, Any]] = {
-        _name(path): {"metadata": said, "tensors": []} for path, said in checkpoint.file_metadata.items()
+    files = {
+        name: {"metadata": file.metadata, "tensors": [_listed(t) for t in file.tensors]}
+        for name, file in files_of(checkpoint, owner).items()
     }
-    for t in checkpoint.tensors.values():
-        converted = [t.dtype, list(t.shape), owner[t.name]] if t.name in owner else []
-        files[_name(t.file)]["tensors"].append([t.name, *converted])
     given = {name: value for name, value in asdict(checkpoint.options).items() if value != getattr(Options(), name)}
     kept = {"source_files": _dump(files), "source_options": _dump(given)}
     config = checkpoint.path / CONFIG
@@ -70,6 +68,19 @@ def metadata(plan: Plan) -> dict[str, str]:
     if checkpoint.index is not None:
         kept["source_index"] = _dump({checkpoint.index.name: checkpoint.index.read_bytes().decode()})
     return kept
+
+
+def files_of(checkpoint: Checkpoint, owner: Mapping[str, str]) -> dict[str, File]:
+    """The files of a source by name; ``owner`` has the linear of every tensor that is converted."""
+    tensors: dict[str, list[Origin]] = {_name(path): [] for path in checkpoint.file_metadata}
+    for t in checkpoint.tensors.values():
+        converted = (t.dtype, t.shape, owner[t.name]) if t.name in owner else ()
+        tensors[_name(t.file)].append(Origin(t.name, *converted))
+    return {_name(path): File(said, tuple(tensors[_name(path)])) for path, said in checkpoint.file_metadata.items()}
+
+
+def _listed(t: Origin) -> list[Any]:
+    return [t.name] if t.shape is None else [t.name, t.dtype, list(t.shape), t.linear]
 
 
 def _name(file: Path) -> str:

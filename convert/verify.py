@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from ..formats.errors import UsageError, VerifyError
 from ..formats.options import Options
 from ..formats.parts import NARROW, Part, expert_of, parts
 from ..formats.stream import Pieces
+from ..formats.strict_json import shown
 from ..kernels import layouts
 from . import compare, origin
 from .jobs import open_stream, pack_parts
@@ -55,8 +56,9 @@ def verify(
     widened codes are those of the narrow element. Nothing is known of values, nor of tensors that passed through.
     With: what every module says of its linears but for their codes equals what the source says; packing the source's
     codes gives the module's very bytes, padding included; every other tensor and every file that ``unpack`` gives back
-    equals the source's; and neither has more. The source is read with the options of the conversion, unless others
-    are given. ``workers`` threads pack and compare; 0 is one for every core.
+    equals the source's; what ``unpack`` goes by is what the source says; and neither has more. The source is read with
+    the options of the conversion, unless others are given. ``workers`` threads pack and compare; 0 is one for every
+    core.
 
     Raises:
         VerifyError: the first module, part and position that differ.
@@ -104,8 +106,20 @@ def verify(
         missing = [name for name in source.tensors if name not in kept]
         if missing:
             raise VerifyError("the artifact lost a tensor", file=path, tensor=missing[0], need=f"as in {against}")
+        members = {m: part.name for part in artifact.parts.values() for m in claimed[part.reader][part.name]}
+        _compare_origin(artifact, source, members)
         files = _compare_files(artifact, source)
         return Verified(Path(path), Path(against), len(artifact.modules), len(artifact.passthrough), files)
+
+
+def _compare_origin(artifact: Artifact, source: Checkpoint, owner: Mapping[str, str]) -> None:
+    """Raise VerifyError unless ``unpack`` would give back the source's tensors, in files and an order as theirs."""
+    path, found, need = artifact.checkpoint.path, origin.files(artifact), origin.files_of(source, owner)
+    names = list(zip(found, need, strict=False)) if path.is_dir() and source.path.is_dir() else []
+    for ours, theirs in (*names, *zip_longest(found.values(), need.values())):
+        if ours != theirs:
+            what = "unpack would not give the source's files back as they are"
+            raise VerifyError(what, file=path, found=shown(ours, 300), need=shown(theirs, 300))
 
 
 def _compare_files(artifact: Artifact, source: Checkpoint) -> int:
@@ -216,3 +230,4 @@ def _parts(q: QuantTensor) -> Iterator[tuple[str, Any]]:
             yield f"{kind}[{i}]{RECIPROCALS if level.dtype == 'f64' else ''}", level.data
     yield from ((part, value) for part in ("zero", "perm", "bias") if (value := getattr(q, part)) is not None)
     yield from ((f"residue {suffix}", data) for suffix, data in q.residue.items())
+    yield "source entry", dict(q.source)

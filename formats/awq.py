@@ -150,7 +150,7 @@ def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     said, say = assuming(checkpoint, module)
     if not config:
         say("assumed AWQ of version gemm from the shapes: there is no label")
-    file = checkpoint.quantization_file or str(checkpoint.path)
+    file = checkpoint.stated_in
     excluded = [part for part in checks.texts(config, "modules_to_not_convert", file) if part in module]
     if excluded:
         say(f"modules_to_not_convert lists {excluded[0]!r}, its tensors say it is quantised: read as such")
@@ -173,7 +173,7 @@ def _check_bits(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
         if config.get(key) not in (None, BITS):
             raise UnsupportedError(
                 "the label contradicts the shapes",
-                file=checkpoint.quantization_file,
+                file=checkpoint.stated_in,
                 found=f"{key} {config[key]!r}",
                 need=f"{BITS}, as eight codes a word say",
                 do="correct the label",

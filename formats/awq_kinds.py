@@ -109,7 +109,7 @@ def check_version(checkpoint: Checkpoint) -> None:
         if str(said).lower() not in VERSIONS:
             raise UnsupportedError(
                 "the label names a version of AWQ with another order of bits, its shapes are those of gemm",
-                file=checkpoint.quantization_file,
+                file=checkpoint.stated_in,
                 found=f"{key} {said!r}",
                 need="gemm",
                 do="correct the label if the file is gemm",

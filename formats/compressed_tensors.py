@@ -105,10 +105,6 @@ def _is_unpacked(checkpoint: Checkpoint, module: str, named: str | None) -> bool
     return named in LABELS or (named is None and checks.full_name(module, "weight_scale") in checkpoint.tensors)
 
 
-def _where(checkpoint: Checkpoint) -> str:
-    return checkpoint.quantization_file or str(checkpoint.path)
-
-
 def describe(checkpoint: Checkpoint, module: str) -> Outline:
     """Everything but codes; of those only the last word of a row, when it has bits to spare.
 

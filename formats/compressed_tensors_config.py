@@ -47,14 +47,9 @@ def method(config: Mapping[str, Any]) -> str | None:
     return packing if packing in LABELS else str(named)
 
 
-def where(checkpoint: Checkpoint) -> str:
-    """The file a claim stands in."""
-    return checkpoint.quantization_file or str(checkpoint.path)
-
-
 def check_formats(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedError for a compressor format that is not known, sparse ones included."""
-    config, file = checkpoint.quantization, where(checkpoint)
+    config, file = checkpoint.quantization, checkpoint.stated_in
     groups = checks.table(config, "config_groups", file).values()
     each = [group.get("format") for group in groups if isinstance(group, Mapping)]
     for name in (config.get("format"), *each, checks.table(config, "sparsity_config", file).get("format")):
@@ -70,7 +65,7 @@ def check_formats(checkpoint: Checkpoint) -> None:
 
 def check_targets(checkpoint: Checkpoint, quantised: Mapping[str, Any]) -> None:
     """Note patterns that mean no module. Raises UnsupportedError when no target means any quantised one."""
-    config, file = checkpoint.quantization, where(checkpoint)
+    config, file = checkpoint.quantization, checkpoint.stated_in
     table = targets.schemes(config, file)
     if table and not any(targets.scheme_of(module, table, file) for module in quantised):
         raise UnsupportedError(
@@ -96,7 +91,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 def arguments(checkpoint: Checkpoint, module: str) -> Arguments:
     """The switches, then the scheme whose target means the module. Raises UnsupportedError for one of other weights."""
-    config, options, file = checkpoint.quantization, checkpoint.options, where(checkpoint)
+    config, options, file = checkpoint.quantization, checkpoint.options, checkpoint.stated_in
     switched = frozenset(key for key in ("bits", "group_size") if getattr(options, key) is not None)
     if method(config) not in LABELS:
         groups = () if options.group_size is None else (options.group_size,)

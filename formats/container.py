@@ -103,6 +103,12 @@ class Checkpoint:
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What a reader has worked out of all of it once, for every module to use; ``replace`` begins anew."""
 
+    @property
+    def stated_in(self) -> str:
+        """The file that ``quantization`` stands in, for messages; the checkpoint where it says nothing."""
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return str(folder / self.quantization_file if self.quantization_file else self.path)
+
     def note(self, module: str, text: str) -> None:
         """Record an assumption or a warning, once."""
         if (module, text) not in self.notes:

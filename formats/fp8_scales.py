@@ -103,7 +103,7 @@ def _declared(checkpoint: Checkpoint, weight: Tensor) -> tuple[list[tuple[int, i
     """Block shapes that the label names, and whether it allows nothing else."""
     label = checkpoint.quantization
     sizes: list[Any] = [label.get("weight_block_size")]
-    file = checkpoint.quantization_file or str(checkpoint.path)
+    file = checkpoint.stated_in
     for group in checks.table(label, "config_groups", file).values():
         weights = checks.table(group, "weights", file) if isinstance(group, Mapping) else {}
         structure = weights.get("block_structure")

@@ -303,7 +303,9 @@ class _Parser:
         kind, size, nbytes = type_sizes()[number]
         if not name or any(extent < 1 for extent in ne) or prod(ne) >= 2**63:
             found = f"{name!r} {ne}"
-            raise CorruptError("not a tensor's name and extents", **where, found=found, need="1 or more each")
+            raise CorruptError(
+                "not a tensor's name and extents", **where, found=found, need="1 or more each, fewer than 2^63 together"
+            )
         if (columns := ne[0] if ne else 1) % size:
             found, need = f"{columns} columns", f"a multiple of {size}"
             raise CorruptError(f"rows are not whole blocks of {kind}", **where, found=found, need=need)

@@ -143,9 +143,7 @@ def _derived(
 
 def _linear(checkpoint: Checkpoint, module: str) -> Linear:
     """Everything but codes and scales, decided from the tensors and cross-checked with the labels."""
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    file = str(folder / checkpoint.quantization_file if checkpoint.quantization_file else checkpoint.path)
-    label = gptq_config.label(checkpoint.quantization, checkpoint.options, module, file)
+    label = gptq_config.label(checkpoint.quantization, checkpoint.options, module, checkpoint.stated_in)
     said, say = assuming(checkpoint, module)
     for remark in label.remarks:
         say(remark)

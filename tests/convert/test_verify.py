@@ -10,7 +10,7 @@ from tiny import TINY, f32
 from warptile.convert import compare, convert, verify
 from warptile.convert.cli import main
 from warptile.formats.container import open_checkpoint
-from warptile.formats.errors import UsageError, VerifyError
+from warptile.formats.errors import CorruptError, UsageError, VerifyError
 
 
 @pytest.fixture
@@ -47,6 +47,36 @@ def test_one_flipped_bit_is_found_in_padding_too(pair, suffix, byte, bit):
     flip(dst, f"layer.{suffix}", byte, bit)
     with pytest.raises(VerifyError, match="layer"):
         verify(dst, src)
+
+
+@pytest.mark.parametrize(
+    ("said", "instead"),
+    [
+        (r"\"checkpoint_format\":\"gptq\",\"dtypes", r"\"checkpoint_formad\":\"gptq\",\"dtypes"),
+        (r"\"g_idx_zero\":false", r"\"g_idx_zero\":true "),
+        (r"[\"layer.qweight\",", r"[\"layer.qweighs\","),
+        (r"[12,40]", r"[40,12]"),
+        (r"[96],\"layer\"]", r"[96],\"lazer\"]"),
+        (r"{\"metadata\":{}", r"{\"metadata\":[]"),
+        (r"{\"model.safetensors\":", r"{\"mudel.safetensors\":"),
+    ],
+)
+def test_damage_to_what_unpack_goes_by_is_found(pair, said, instead):
+    src, dst = pair
+    (file,) = dst.glob("*.safetensors")
+    data = file.read_bytes()
+    assert data.count(said.encode()) > 0
+    file.write_bytes(data.replace(said.encode(), instead.encode()))
+    with pytest.raises((VerifyError, CorruptError), match=r"unpack|source entry|source_files"):
+        verify(dst, src)
+
+
+def test_a_source_of_another_name_is_the_same_source(tmp_path):
+    case = gptq_case(4, True, 64, 40, 96)
+    case.save(tmp_path)
+    (src,) = tmp_path.glob("*.safetensors")
+    dst = convert(src, tmp_path / "out.safetensors", to="marlin").dst
+    assert verify(dst, src.rename(tmp_path / "renamed.safetensors")).modules == 1
 
 
 def test_padding_is_checked_without_the_source(pair):

@@ -530,8 +530,12 @@ def test_a_product_beside_its_source_is_left_out(tmp_path):
 def test_the_quantisation_config_and_where_it_was(tmp_path):
     save(tmp_path / "model.safetensors", "a")
     assert (open_checkpoint(tmp_path).quantization, open_checkpoint(tmp_path).quantization_file) == ({}, None)
+    assert open_checkpoint(tmp_path).stated_in == str(tmp_path)
     (tmp_path / "config.json").write_text('{"x": Infinity, "quantization_config": {"bits": 4, "group_size": 32}}')
     assert open_checkpoint(tmp_path).quantization_file == "config.json"
+    assert open_checkpoint(tmp_path).stated_in == str(tmp_path / "config.json")
+    (file,) = tmp_path.glob("*.safetensors")
+    assert open_checkpoint(file).stated_in == str(tmp_path / "config.json")
     (tmp_path / "quant_config.json").write_text('{"bits": 4, "group_size": 64}')
     (tmp_path / "quantize_config.json").write_text('{"bits": 8}')
     checkpoint = open_checkpoint(tmp_path)
