@@ -106,8 +106,8 @@ def verify(
         missing = [name for name in source.tensors if name not in kept]
         if missing:
             raise VerifyError("the artifact lost a tensor", file=path, tensor=missing[0], need=f"as in {against}")
-        members = {m: part.name for part in artifact.parts.values() for m in claimed[part.reader][part.name]}
-        _compare_origin(artifact, source, members)
+        owner = {m: part.name for part in artifact.parts.values() for m in claimed[part.reader][part.name]}
+        _compare_origin(artifact, source, owner)
         files = _compare_files(artifact, source)
         return Verified(Path(path), Path(against), len(artifact.modules), len(artifact.passthrough), files)
 
