@@ -47,6 +47,8 @@ X_DTYPES = ("f16", "bf16", "f32")
 
 K_LIMIT = 2**21
 """Keeps the kernels' products of a block's number and of steps along k in 32 bits."""
+GROUP_LIMIT = 2**38
+"""k times group from which on a row of scales is not found: marlin_decode divides runs of 16 k below 2^30 exactly."""
 
 
 def one_order(spec: Spec, x_dtype: str, tile: Tiled | Wgmma) -> bool:
@@ -112,8 +114,13 @@ def check_supported(spec: Spec, device: Device, x_dtype: str) -> None:
         raise UnsupportedError("no Marlin kernel for these types", found=found, need=need)
     if spec["k_padded"] > K_LIMIT:
         raise UnsupportedError(
-            "too many input channels for a Marlin kernel", found=spec["k"], need=f"at most {K_LIMIT}"
+            "too many input channels for a Marlin kernel",
+            found=f"{spec['k_padded']}, padded to whole groups",
+            need=f"at most {K_LIMIT}",
         )
+    if spec["k_padded"] * spec["group"] >= GROUP_LIMIT:
+        found, need = f"groups of {spec['group']}, {spec['k']} input channels", "a product below 2^38"
+        raise UnsupportedError("too large groups for a Marlin kernel", found=found, need=need)
     if (reason := scales.refuse(spec)) is not None:
         raise UnsupportedError("no Marlin kernel for these scales", need=reason)
 

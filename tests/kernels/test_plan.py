@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import gcd
 
 import pytest
 from launches import A100, H200, RTX_3090, T4, fields, parameters, spec_of, type_of
@@ -65,6 +66,25 @@ def test_older_gpus_and_foreign_types_are_refused() -> None:
         plan(SPECS[0], 1, T4, "bf16")
     with pytest.raises(UnsupportedError, match="found u4b8 with f16 scales, e4m3 activations"):
         plan(SPECS[0], 1, H200, "e4m3")
+
+
+@pytest.mark.parametrize(("k", "group"), [(1048512, 262128), (2096640, 131040), (2097152, 16), (2097024, 48)])
+def test_rows_of_scales_are_found_in_every_module_that_has_a_plan(k: int, group: int) -> None:
+    """marlin_decode's multiplication and ``Divide``, at the first and the last run of every row."""
+    spec = spec_of(64, k, group)
+    assert plan(spec, 1, H200, "f16").stages
+    run = gcd(group // 16, 8)
+    each, rows = group // 16 // run, spec["k_padded"] // group
+    part, reciprocal = (2**31 + each - 1) // each, (2**32 - 1) // each + 1
+    for row in range(rows):
+        for at in (row * each, row * each + each - 1):
+            assert (2 * at + 1) * part >> 32 == row
+            assert each == 1 or at * reciprocal >> 32 == row
+
+
+def test_groups_whose_rows_of_scales_would_be_mistaken_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="too large groups for a Marlin kernel; found groups of 262128, 2097024"):
+        plan(spec_of(64, 2097024, 262128), 1, H200, "f16")
 
 
 def test_scales_that_are_no_column_of_a_group_are_refused() -> None:
