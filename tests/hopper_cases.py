@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from host_products import TYPES, carried_out
 from linears import ACTIVATION, random_x
-from warptile.formats.canonical import QuantTensor, dequantize
+from warptile.formats.canonical import ELEMENTS, QuantTensor, dequantize
 from warptile.kernels.launch import Device, Plan
 from warptile.kernels.wgmma_plan import Wgmma
 
@@ -59,11 +59,18 @@ def assert_close(y: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray |
 
 
 def assert_decoded(y: np.ndarray, rows: np.ndarray, q: QuantTensor, expert: int = 0) -> None:
-    """What one-hot rows return: weights rounded once, or by way of float32."""
-    to = y.dtype
+    """What one-hot rows return: weights rounded once, or by way of float32. A factor for all of k is not among what is
+    rounded to a weight: it multiplies the sum."""
+    to, factor = y.dtype, np.float32(1)
+    if len(q.scales) > 1 and q.scales[-1].block[1] >= q.k:
+        ones = tuple(replace(level, data=np.ones_like(level.data)) for level in q.scales[:-1])
+        unit = replace(q, element=ELEMENTS["u8"], codes=np.ones_like(q.codes), scales=(*ones, q.scales[-1]), offsets=())
+        factor = np.float32(weights_of(unit, expert)).T[rows]
+        q = replace(q, scales=q.scales[:-1], offsets=q.offsets[:-1])
     with np.errstate(over="ignore"):
         decoded = (dequantize(q, first).reshape(-1, q.n, q.k)[expert] for first in (np.float64, np.float32))
-        once, twice = (np.float32(w.T[rows].astype(to)) for w in decoded)
+        weights = (np.float32(w.T[rows].astype(to)) for w in decoded)
+        once, twice = (np.float32((w * factor).astype(to)) for w in weights)
     got = np.float32(y)
     np.testing.assert_array_equal(got, np.where(got == twice, twice, once))
 
@@ -81,14 +88,9 @@ def assert_multiplies(layout: ModuleType, q: QuantTensor, w: Wgmma, dtype: str, 
 
 
 def spread(pairs: list[tuple[Any, Wgmma]], every: int) -> list[Any]:
-    """Some of (module, tile), for CI: one of ``every``, and one more of each case, tile or type of x that has none."""
+    """Some of ((module, type of x), tile), for CI: one of ``every``, and one of each tile and type that has none."""
     chosen = pairs[::every]
-    for key in (lambda pair: pair[0][0], lambda pair: (pair[1], pair[0][1])):
-        have = {key(pair) for pair in chosen}
-        for i, pair in enumerate(pairs):
-            # Not always a case's first tile: those after it in turn.
-            rest = [p for p in pairs if key(p) == key(pair)]
-            if key(pair) not in have:
-                have.add(key(pair))
-                chosen.append(rest[i % len(rest)])
+    for pair in pairs[every // 2 :]:
+        if all((pair[0][1], pair[1]) != (dtype, w) for (_, dtype), w in chosen):
+            chosen.append(pair)
     return [pytest.param(*pair, id=f"{pair[0][0]}-{pair[0][1]}-{pair[1]}") for pair in chosen]

@@ -70,6 +70,7 @@ inline std::map<u32, Mbarrier> mbarriers; // by address
 inline Mbarrier& mbarrier(u32 address) {
   const auto found = mbarriers.find(address);
   if (found == mbarriers.end()) refuse("no mbarrier at %u", address);
+  if (alive[address / WINDOW] == 0) refuse("the mbarrier at %u is of a block that has ended", address);
   return found->second;
 }
 inline void end_phase(Mbarrier& b) {

@@ -33,7 +33,7 @@ inline void refuse(const char* why, ...) {
   std::fprintf(stderr, "block %u, thread %u: ", blockIdx.x, threadIdx.x);
   std::vfprintf(stderr, why, given);
   std::fputc('\n', stderr);
-  std::exit(1);
+  std::_Exit(1); // on a fiber's stack
 }
 
 // Memory a kernel may read.
@@ -123,6 +123,7 @@ inline void __syncwarp() { warp_wait(); }
 // ---- what goes on beside the threads: hopper.cuh's copies ----
 
 inline u32 now;                    // rounds of the scheduler
+inline u32 alive[BLOCKS_AT_ONCE];  // threads that have not ended
 inline void (*begin_cluster)();    // null where there is nothing
 inline bool (*progress)(bool stuck); // whether something happened; `stuck`: no thread can run
 inline void (*end_cluster)();
@@ -137,7 +138,7 @@ inline void report_waits(u32 threads) {
                    (i - 1) % threads, same.what, same.which);
     first = i;
   }
-  std::exit(1);
+  std::_Exit(1);
 }
 
 // One cluster. With a seed the order of threads is another in each round, and warps pause now and then.
@@ -149,6 +150,7 @@ inline void run_cluster(u32 first_block, u32 columns, u32 threads) {
   std::memset(of_block, 0, sizeof of_block);
   std::memset(warps, 0, sizeof warps);
   of_cluster = {}, now = 0;
+  for (u32 i = 0; i < blocks; i++) alive[i] = threads;
   if (begin_cluster) begin_cluster();
   for (u32 i = 0; i < count; i++) {
     Fiber& f = fibers[i];
@@ -172,7 +174,7 @@ inline void run_cluster(u32 first_block, u32 columns, u32 threads) {
         rank = i / threads, threadIdx = {i % threads, 0, 0};
         blockIdx = {(first_block + rank) % columns, (first_block + rank) / columns, 0};
         resume(f);
-        moved = true, left -= f.finished;
+        moved = true, left -= f.finished, alive[i / threads] -= f.finished;
       }
     }
     if (left && !moved && !(progress && progress(true))) report_waits(threads);
