@@ -60,7 +60,7 @@ def check(kind: Kind, tile: Wgmma, folder: Path) -> None:
     assert_multiplies(mmq, made(case), tile, dtype, folder, 2 if "experts" in dict(case[1]) else 0)
 
 
-@pytest.mark.parametrize(("kind", "tile"), spread(EVERY, 9))
+@pytest.mark.parametrize(("kind", "tile"), spread(EVERY, 25))
 def test_one_hot_rows_return_the_weights_and_random_ones_their_products(kind: Kind, tile: Wgmma, folder: Path) -> None:
     check(kind, tile, folder)
 
