@@ -132,7 +132,7 @@ def _refuse(where: str, file: Path, differences: Iterable[Difference], need: str
     if real:
         _, at, found, value = min(real, key=lambda difference: difference[1])
         count = sum(difference[0] for difference in real)
-        what = f"differs at {list(at)}, the first of {count} places"
+        what = f"differs at {list(at)}" + (f", the first of {count} places" if count > 1 else "")
         raise VerifyError(what, file=file, tensor=where, found=found, need=need or value)
 
 

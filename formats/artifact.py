@@ -120,15 +120,20 @@ def view(layout: ModuleType, tensors: Mapping[str, Array], spec: Spec) -> Stream
     return stream
 
 
+def _written_here(checkpoint: Checkpoint) -> list[Path]:
+    """The files of a checkpoint that say they are ours."""
+    return [file for file, metadata in checkpoint.file_metadata.items() if ARTIFACT in metadata]
+
+
 def is_artifact(checkpoint: Checkpoint) -> bool:
     """Whether any file of a checkpoint says it is ours."""
-    return any(ARTIFACT in metadata for metadata in checkpoint.file_metadata.values())
+    return bool(_written_here(checkpoint))
 
 
 def refuse_artifact(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedError for a checkpoint that has been converted before."""
-    if is_artifact(checkpoint):
-        raise UnsupportedError("already converted", file=checkpoint.path, do="unpack it first to convert it again")
+    if files := _written_here(checkpoint):
+        raise UnsupportedError("already converted", file=files[0], do="unpack it first to convert it again")
 
 
 def metadata(source: Checkpoint, modules: Mapping[str, Spec], *, first: bool = True) -> dict[str, str]:
