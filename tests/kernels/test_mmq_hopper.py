@@ -80,7 +80,6 @@ def test_tensor_cores_are_fed_from_registers_without_spills_or_serialisation(
     assert "R2UR" not in sass[at[0] : at[-1]]
 
 
-@needs_nvrtc
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("m", [17, 64, 4096])
 def test_a_device_of_one_sm_has_no_blocks_that_share_x(m: int, batch_invariant: bool) -> None:
@@ -90,6 +89,7 @@ def test_a_device_of_one_sm_has_no_blocks_that_share_x(m: int, batch_invariant: 
     assert "blocks that share x need 2 SMs, this has 1" in dict(made.rejected).values()
 
 
+@needs_nvrtc
 def test_a_plan_asks_for_the_shared_memory_the_kernel_lays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """``shared`` is sizeof(Shared), for every tile and kind: the compiler checks it. All fit an sm_90."""
     source = files("warptile.kernels").joinpath("mmq_wgmma.cu").read_text("utf-8")
