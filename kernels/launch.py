@@ -30,6 +30,12 @@ class Device:
         return self.arch >= 90
 
 
+CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_75")
+"""What CI compiles the kernels of every GPU for; sm_75 is last, since its instructions are others."""
+STATIC = 128
+"""Bytes of shared memory the kernels take besides what a stage asks for."""
+
+
 def most_shared(arch: int) -> int:
     """Bytes of shared memory that plans made ahead may count on: all a block has on sm_75, where that decides which
     kernels there are; elsewhere any device may have more than another."""

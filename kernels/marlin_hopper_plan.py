@@ -124,6 +124,8 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | Non
 def variants(spec: Spec, x_dtype: str, device: Device) -> Iterator[tuple[int, ...]]:
     """Template arguments of every tile that runs a module on a device."""
     for w, k in product(TILES, (RUN, RUN // 2)):
+        if spec["group"] > k:  # k is padded to groups
+            continue
         shaped = {**spec, "n_padded": w.features * w.cluster, "k_padded": k}
         stages = _stages(spec, w, device.shared)
         if stages is not None and refuse_tile(shaped, device, x_dtype, w) is None:

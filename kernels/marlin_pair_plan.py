@@ -10,11 +10,10 @@ from dataclasses import replace
 
 from ..formats.errors import UnsupportedError
 from . import marlin_scales as scales
-from .launch import Device, Part, Plan
+from .launch import STATIC, Device, Part, Plan
 from .marlin_decode_plan import CHUNK, Decode, choose_decode, decode, parts_of_pair, refuse_decode
 from .marlin_launch import rows_read, with_rows
 from .marlin_plan import check_supported
-from .marlin_tiled_plan import STATIC
 
 ALIKE = ("k", "n_padded", "k_padded", "element", "group", "scale", "scale_block", "zero", "experts")
 TILE = 64

@@ -86,7 +86,7 @@ def choose_tile(
     if batch_invariant:
         invariant = {t: time for t, time in times.items() if one_order(spec, x_dtype, t)}
         refused |= {str(t): "adds in an order that depends on m" for t in times if t not in invariant}
-        times = dict(invariant)
+        times = invariant
         if not times:
             raise UnsupportedError("no Marlin kernel adds the products of these types in one order")
     return fastest(times, refused)

@@ -11,13 +11,10 @@ from typing import Any
 
 from ..formats.canonical import ELEMENTS
 from . import marlin_scales as scales
-from .launch import Device, Part, Plan, Stage
+from .launch import STATIC, Device, Part, Plan, Stage
 from .marlin_launch import args_of, run_of, variant_of
 
 Spec = Mapping[str, Any]
-
-STATIC = 128
-"""Bytes of shared memory the kernels take besides what a stage asks for."""
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,17 @@ from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
 from . import marlin_tiled_plan as tiled
 from . import quantize
-from .launch import Device, most_shared
+from .launch import CHECKED, Device, most_shared
 from .marlin_decode_plan import decode_run, parts_of_pair
 from .marlin_launch import WHOLE, variant_of
 from .marlin_plan import X_DTYPES, numerics, refuse_device
-from .wgmma_plan import NVRTC
-
-CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_75")
-
-HOPPER_SHARED = 232448
-"""Bytes of shared memory a block has on every sm_90."""
+from .wgmma_plan import NVRTC, SHARED
 
 
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
     device = Device(arch, sms=1, shared=most_shared(arch))
-    hopper_device = Device(90, sms=2, shared=HOPPER_SHARED, nvrtc=NVRTC)
+    hopper_device = Device(90, sms=2, shared=SHARED, nvrtc=NVRTC)
     yield from ((kernel, (ordered,), f"sm_{arch}") for kernel in ("gather", "pairs") for ordered in (0, 1))
     yield from quantize.variants(arch, (WHOLE,))
     seen = set()

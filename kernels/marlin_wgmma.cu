@@ -109,7 +109,8 @@ struct Tiles {
     float now, ahead; // scales of a block; one is on its way while the step before is multiplied
 
     DEVICE Decoder(const Source& from, int warp, int lane)
-        : from(from), tile(warp / PARTS), part(warp % PARTS), lane(lane), run_of(SUMS && V.block ? from.group / STEP : 1), now(0), ahead(0) {}
+        : from(from), tile(warp / PARTS), part(warp % PARTS), lane(lane), run_of(SUMS && V.block ? from.group / STEP : 1),
+          now(0), ahead(0) {}
 
     DEVICE void begin(const Problem<Tiles>& p, const Segment& s, int warp) {
       if constexpr (SUMS && V.block) {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .launch import Device, Plan, Stage
-from .mmq_launch import DECODE_TOKENS, RESERVED, STATIC, Spec, args_of, extent_of, variant_of
+from .launch import STATIC, Device, Plan, Stage
+from .mmq_launch import DECODE_TOKENS, RESERVED, Spec, args_of, extent_of, variant_of
 
 WARPS = 16
 """Warps of 128 registers that an SM holds."""

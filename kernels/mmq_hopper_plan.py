@@ -13,7 +13,7 @@ from . import wgmma_plan as wgmma
 from .factors import bias_type, refuse_parts, starts
 from .launch import Device, Plan, Stage, fastest
 from .mmq_strips import BLOCK, DEPTH, KINDS, ROWS
-from .wgmma_plan import Wgmma
+from .wgmma_plan import SHARED, Wgmma
 
 Spec = Mapping[str, Any]
 
@@ -29,8 +29,6 @@ STEP_COST = {
 TILES = tuple(STEP_COST)
 
 X_DTYPES = ("f16", "bf16")
-SHARED = 232448
-"""Bytes of shared memory that a block has on sm_90."""
 
 
 def refuse(spec: Spec, device: Device, x_dtype: str) -> str | None:

@@ -13,8 +13,6 @@ Spec = Mapping[str, Any]
 
 DECODE_TOKENS = 8
 """Most rows of mmq_decode."""
-STATIC = 128
-"""Bytes of shared memory the kernels take besides what a stage asks for."""
 RESERVED = 1024
 """Bytes of shared memory the system takes for each block."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .launch import Device, Plan, Stage, fastest
-from .mmq_launch import DECODE_TOKENS, RESERVED, STATIC, Spec, args_of, variant_of
+from .launch import STATIC, Device, Plan, Stage, fastest
+from .mmq_launch import DECODE_TOKENS, RESERVED, Spec, args_of, variant_of
 from .mmq_strips import DEPTH, FIFTH, KINDS
 
 FEATURES = 128

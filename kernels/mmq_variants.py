@@ -9,12 +9,10 @@ from typing import Any
 from . import mmq_hopper_plan as hopper
 from . import mmq_tiled_plan as tiled
 from . import quantize
-from .launch import Device, most_shared
+from .launch import CHECKED, Device, most_shared
 from .mmq_launch import variant_of
 from .mmq_plan import GRIDS, IN_8_BITS, X_DTYPES
 from .mmq_strips import KINDS
-
-CHECKED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_75")
 
 
 def _kinds(elements: Sequence[str] | None) -> Iterator[dict[str, Any]]:

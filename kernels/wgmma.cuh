@@ -91,8 +91,9 @@ struct Segment {
   int tile, begin, end;
 };
 
-// The segments of a worker, a thread block or a cluster, in the order in which every role goes through them: whole tiles first, so that all blocks read
-// the same k at the same time, then its share of the last `split` tiles, which are cut evenly.
+// The segments of a worker, a thread block or a cluster, in the order in which every role goes through them: whole tiles
+// first, so that all blocks read the same k at the same time, then its share of the last `split` tiles, which are cut
+// evenly.
 template <int CLUSTER>
 struct Schedule {
   int whole, split, steps; // whole: tiles that are not cut; steps: of a tile
@@ -204,7 +205,8 @@ DEVICE void produce(Shared<K>& shared, const Problem<K>& p, const TensorMap& x) 
         if constexpr (CLUSTER == 1)
           copy_box(to, x, k, at.token, full);
         else
-          copy_box_to_all<CLUSTER>(to + rank * (sizeof(shared.x[0]) / CLUSTER), x, k, at.token + rank * (S.tokens / CLUSTER), full);
+          copy_box_to_all<CLUSTER>(to + rank * (sizeof(shared.x[0]) / CLUSTER), x, k,
+                                   at.token + rank * (S.tokens / CLUSTER), full);
         if constexpr (K::STEPS == 1) weights.copy(shared.weights[stage], unit, full);
       }
     }

@@ -16,6 +16,9 @@ from .launch import Device
 NVRTC = (13, 3)
 """Compilers before this one may overwrite the A registers of a wgmma that still runs."""
 
+SHARED = 232448
+"""Bytes of shared memory a block has on every sm_90."""
+
 STEP = 64  # k of a stage of x
 
 START = 6.0
