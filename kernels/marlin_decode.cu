@@ -140,8 +140,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   // the last sums of the same tile will. Lanes share out chunks and rows, of which the last ones may have fewer or none.
   constexpr int CHUNKS = 2 * DEPTH, ROW = CHUNKS * 16 + 16, AT_ONCE = 32 / CHUNKS;
   static_assert(ROW <= RED * 4);
-  const int most = (m + AT_ONCE - 1) / AT_ONCE, row = lane / CHUNKS * most, chunk = lane % CHUNKS;
-  const int end_row = min(m, row + most);
+  const int passes = (m + AT_ONCE - 1) / AT_ONCE, row = lane / CHUNKS * passes, chunk = lane % CHUNKS;
   // Fragments of two slices at once; a token beyond m is the last one again and is dropped.
   const u32 copy_at = row * ROW + chunk * 16, lane_at = min(lane % 8, m - 1) * ROW + lane / 8 * 16;
   const u16* const x_from = x + row * ldx + chunk * 8;
@@ -152,7 +151,8 @@ __global__ void __launch_bounds__(max_threads(V), 1)
     const bool inside = slice * 16 + chunk * 8 < min(k, end * 16);
     u32 to = x_at + copy_at;
 #pragma unroll 1
-    for (int i = row; i < end_row; i++, from += ldx, to += ROW) copy16_or_zero(to, from, inside);
+    for (int i = 0; i < passes; i++, from += ldx, to += ROW)
+      if (to < x_at + m * ROW) copy16_or_zero(to, from, inside);
     copy_commit();
   };
   auto begin_x = [&] {
