@@ -139,13 +139,14 @@ def plan(
     variant: Decode | Tiled | Wgmma | None = None,
     numerics: str | None = None,
     batch_invariant: bool = False,
+    quantized: bool = False,
 ) -> Plan:
     """The launches of y[m, n] = x[m, k] @ W.T for a module that ``marlin.spec`` describes.
 
     ``x_dtype``: "f16", "bf16" or "f32", also y's. ``aligned``: every row of x starts on 16 bytes. ``variant`` replaces
     the choice, for measuring. ``batch_invariant``: a row of y has the same bits whatever m is and the other rows are.
-    ``numerics`` is one of ``numerics(spec)``, None for the first. Raises ``UnsupportedError`` where no kernel of ours
-    runs.
+    ``numerics`` is one of ``numerics(spec)``, None for the first. ``quantized``: x may have been rounded already; it
+    changes nothing, as a stage of its own always does that. Raises ``UnsupportedError`` where no kernel of ours runs.
     """
     check_supported(spec, device, x_dtype)
     if m == 0:

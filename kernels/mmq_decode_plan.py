@@ -9,8 +9,11 @@ from .mmq_launch import DECODE_TOKENS, RESERVED, Spec, args_of, extent_of, varia
 
 WARPS = 16
 """Warps of 128 registers that an SM holds."""
-TOKENS = 4608
-"""Bytes of it that a warp of mmq_decode needs for x."""
+TOKENS = 2816
+"""Bytes of shared memory that a warp needs for x of a step."""
+
+ROUNDED = 4
+"""Rows of x times steps of 256 k that a warp rounds in less time than a launch before this one takes."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +57,31 @@ def choose_decode(spec: Spec, device: Device) -> Decode:
     return best[1]
 
 
-def decode(spec: Spec, device: Device, x_dtype: str, d: Decode) -> Plan:
+def rounds(spec: Spec, m: int, d: Decode) -> bool:
+    """Whether warps round the x they need themselves."""
+    rows, steps = extent_of(spec)
+    chunks = -(-rows // (d.columns * d.chunk))
+    return m * -(-steps // (d.warps * d.splits)) * chunks <= ROUNDED
+
+
+def decode(spec: Spec, device: Device, x_dtype: str, d: Decode, rounding: bool) -> Plan:
+    """The launch of mmq_decode, which rounds x first or finds it in 8 bits."""
     rows, _ = extent_of(spec)
     stage = Stage(
         kernel="mmq_decode",
-        variant=variant_of(spec, x_dtype),
+        variant=variant_of(spec, x_dtype, int(rounding)),
         target=f"sm_{device.arch}",
         grid=(d.columns, d.splits, 1),
         block=32 * d.warps,
         shared=d.shared,
-        args=(*args_of(spec), rows, d.chunk),
+        args=(*args_of(spec), rows, d.chunk, "x", "k", "ldx"),
         overlap=device.overlaps,
     )
     cut = d.splits > 1
     return Plan(
         (stage,),
-        f"{d}: at m <= {DECODE_TOKENS} the time is that of reading the weights once",
+        f"{d}{', x rounded where it is read' * rounding}: at m <= {DECODE_TOKENS} the time is that of reading the "
+        "weights once",
         scratch=512 * d.splits * rows if cut else 0,
         counters=d.columns if cut else 0,
     )

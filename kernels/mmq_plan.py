@@ -6,9 +6,9 @@
 | above | mmq_tiled | 128 features x 16 to 128 tokens |
 | from 9, 17 or 33 on Hopper; any with x exact | mmq_wgmma (mmq_hopper_plan) | 256 x 16 to 256 and others, x as it is |
 
-The others multiply x in 8 bits (``quantize``), which is the first stage: int8 with the integers of a strip, e4m3 with
-fp8. On sm_75 the first two multiply integers with the instructions it has (turing.cuh), and y may be bf16 too: rounding
-to it is arithmetic.
+The first two multiply x in 8 bits (quantize.py): int8 with the integers of a strip, e4m3 with fp8. A stage before them
+rounds it, or mmq_decode itself where rows are few. On sm_75 they multiply integers with the instructions it has
+(turing.cuh), and y may be bf16 too: rounding to it is arithmetic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import mmq_tiled_plan as tiled
 from . import quantize
 from .factors import refuse_parts
 from .launch import Device, Plan
-from .mmq_decode_plan import Decode, choose_decode, decode
+from .mmq_decode_plan import Decode, choose_decode, decode, rounds
 from .mmq_launch import DECODE_TOKENS, Spec
 from .mmq_strips import KINDS
 from .mmq_tiled_plan import Tiled
@@ -86,12 +86,14 @@ def plan(
     variant: Decode | Tiled | Wgmma | None = None,
     numerics: str | None = None,
     batch_invariant: bool = False,
+    quantized: bool = False,
 ) -> Plan:
     """The launches of y[m, n] = x[m, k] @ W.T for a module that ``mmq.spec`` describes.
 
     ``x_dtype``: "f16", "bf16" or "f32", also y's. ``variant`` replaces the choice, for measuring. ``numerics`` is one
     of ``numerics(spec)``, None for what suits the device and m. ``batch_invariant``: a row of y has the same bits
-    whatever m is and the other rows are. Raises ``UnsupportedError`` where no kernel of ours runs.
+    whatever m is and the other rows are. ``quantized``: x may come in 8 bits, so a stage of its own rounds it.
+    Raises ``UnsupportedError`` where no kernel of ours runs.
     """
     if m == 0:
         return Plan((), "no rows")
@@ -118,17 +120,20 @@ def plan(
     if variant is None:
         variant, rejected = tiled.choose_tile(spec, m, device, batch_invariant)
     if isinstance(variant, Decode):
-        made = decode(spec, device, x_dtype, variant)
+        rounding = not quantized and rounds(spec, m, variant)
+        made = decode(spec, device, x_dtype, variant, rounding)
+        if rounding:
+            return replace(made, rejected=rejected)
     else:
         made = tiled.launch(spec, m, device, x_dtype, variant)
-    quantized, factors = quantize.nbytes(kind, m, spec["k"])
+    codes, factors = quantize.nbytes(kind, m, spec["k"])
     first = quantize.stage(kind, m, spec["k"], device, x_dtype)
     return Plan(
         (first, *made.stages),
         made.why,
         made.scratch,
         counters=made.counters,
-        quantized=quantized,
+        quantized=codes,
         factors=factors,
         quantizes=kind,
         rejected=rejected,

@@ -32,7 +32,7 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
     device = Device(arch, sms=1, shared=most_shared(arch))
     for spec, x_dtype in product(_kinds(elements), X_DTYPES):
         if KINDS[spec["kind"]].scales or arch >= 89:
-            yield "mmq_decode", variant_of(spec, x_dtype), f"sm_{arch}"
+            yield from (("mmq_decode", variant_of(spec, x_dtype, rounding), f"sm_{arch}") for rounding in (0, 1))
             for t in (t for t in tiled.tiles(arch) if tiled.refuse_tile(spec, device, t) is None):
                 shape = t.blocks, t.strips, t.stages, t.resident
                 yield "mmq_tiled", variant_of(spec, x_dtype, *shape), f"sm_{arch}"

@@ -306,7 +306,8 @@ class Cuda:
         import cupy
 
         todo = [(module, min(m, ROWS), dtype) for module in modules for dtype in dtypes for m in ms if m]
-        chosen = [self.ready.plan(*one, aligned, numerics) for one in todo for aligned in (False, True)]
+        ways = [(aligned, numerics, quantized) for aligned in (False, True) for quantized in (False, True)]
+        chosen = [self.ready.plan(*one, *way) for one in todo for way in ways]
         self.ready.kernels.compile([stage for plan in chosen if not isinstance(plan, str) for stage in plan.stages])
         kind = CupyKind()
         with current(self.index):

@@ -62,12 +62,12 @@ class Ready:
         stream: int | None,
     ) -> Bound | Dense:
         """The bound plan of a product, or the dense weights when no kernel of ours runs it."""
-        key = module.name, dtype, m, aligned, numerics
+        key = module.name, dtype, m, aligned, numerics, handle is not None
         bound = self._bound.get(key)
         if bound is not None and (handle is None or isinstance(bound, Bound)):
             return bound
         with self._lock:
-            plan = self.plan(module, m, dtype, aligned, numerics)
+            plan = self.plan(module, m, dtype, aligned, numerics, handle is not None)
             if handle is not None and (isinstance(plan, str) or plan.quantizes != handle.numerics):
                 found = plan if isinstance(plan, str) else plan.why
                 raise UnsupportedError(
@@ -156,14 +156,16 @@ class Ready:
         spec = self.catalog.artifact.modules[self.catalog.stored(module).name]
         return plans.Part(spec, module.rows[0] if module.rows else 0, module.n)
 
-    def plan(self, module: Module, m: int, dtype: str, aligned: bool, numerics: str | None) -> plans.Plan | str:
-        """The layout's plan, or why there is none."""
+    def plan(
+        self, module: Module, m: int, dtype: str, aligned: bool, numerics: str | None, quantized: bool = False
+    ) -> plans.Plan | str:
+        """The layout's plan, with ``quantized`` for x that is in 8 bits already, or why there is none."""
         if module.layout is None:
             return f"its weights passed through conversion as {module.element}"
         spec = self.catalog.artifact.modules[module.name]
         try:
-            layout, how = layouts()[module.layout], {"numerics": numerics, "batch_invariant": self._invariant}
-            plan: plans.Plan = layout.plan(spec, m, self.facts, dtype, aligned, **how)
+            how = {"numerics": numerics, "batch_invariant": self._invariant, "quantized": quantized}
+            plan: plans.Plan = layouts()[module.layout].plan(spec, m, self.facts, dtype, aligned, **how)
         except UnsupportedError as error:
             return str(error)
         return plan

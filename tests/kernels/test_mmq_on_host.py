@@ -40,11 +40,12 @@ def multiplied(
     residual: np.ndarray | None = None,
     each: int = 0,
     device: Device = DEVICE,
+    quantized: bool = False,
 ) -> np.ndarray:
     tensors, spec = mmq.pack(q)
     (m, k), flat, wanted = x.shape, mmq.expected({**spec, "experts": None}), mmq.expected(spec)
     numerics = "e4m3" if spec["kind"] == "fp8" else "int8"
-    made = plan(spec, m, device, TYPES[x.dtype.name], variant=variant, numerics=numerics)
+    made = plan(spec, m, device, TYPES[x.dtype.name], variant=variant, numerics=numerics, quantized=quantized)
     memory = {suffix: aligned(tensor) for suffix, tensor in tensors.items()}
     memory |= {"x": aligned(x), "y": aligned(np.full((m, spec["n"]), np.nan, x.dtype))}
     memory |= {
@@ -71,6 +72,22 @@ def test_decode_multiplies_every_kind(kind: str, folder: Path) -> None:
     q, x = random_strips(kind, 40, 800, bias="f32"), random_rows(5, 800, "float16")
     for variant in (None, Decode(warps=2, splits=2, columns=2, chunk=1)):
         assert_is_in_8_bits(multiplied(q, x, variant, folder, 0), q, x)
+
+
+ROUNDED = [(kind, ("float16", "bfloat16", "float32")[i % 3], 1 + i % 4, DEVICE) for i, kind in enumerate(mmq.KINDS)]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "m", "device"), [*ROUNDED, ("q4_k", "float16", 3, TURING)], ids=str)
+def test_rows_rounded_where_they_are_read_make_the_same_bits(
+    kind: str, dtype: str, m: int, device: Device, folder: Path
+) -> None:
+    q, x = random_strips(kind, 60, 799), random_rows(m, 799, dtype)
+    x[-1, 5] = np.inf
+    for variant in (Decode(warps=4, splits=1, columns=2, chunk=2), Decode(warps=2, splits=2, columns=1, chunk=4)):
+        here, before = (multiplied(q, x, variant, folder, 0, device=device, quantized=given) for given in (False, True))
+        np.testing.assert_array_equal(here.view(np.uint8), before.view(np.uint8))
+        assert np.isfinite(np.float32(here[:-1])).all()
+        assert np.isnan(np.float32(here[-1])).all()
 
 
 NVFP4 = {"shards": (40, 100), "whole": True}

@@ -41,6 +41,7 @@ inline u32 __umulhi(u32 a, u32 b) { return u64(a) * b >> 32; }
 inline float __uint_as_float(u32 bits) { return __builtin_bit_cast(float, bits); }
 inline u32 __float_as_uint(float f) { return __builtin_bit_cast(u32, f); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
