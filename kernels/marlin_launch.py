@@ -78,6 +78,7 @@ def _pairs(spec: Spec, m: int, device: Device) -> Stage:
         block=512,
         shared=0,
         args=("perm", "x", "gathered", "factors", "m", "k", "k_padded", "ldx"),
+        overlap=device.overlaps,
     )
 
 

@@ -16,6 +16,8 @@ template <Variant V>
 __global__ void __launch_bounds__(THREADS) pairs(const int* __restrict__ perm, const float* x, u16* to, float* factors,
                                                  int m, int k, int k_padded, i64 ldx) {
   __shared__ u32 largest[THREADS / 32];
+  let_next_start();
+  wait_for_previous(x);
   for (i64 row = blockIdx.x; row < m; row += gridDim.x) {
     const float* from = x + row * ldx;
     u32 most = 0; // sizes as bits are in order, and a NaN is the largest

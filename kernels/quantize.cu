@@ -9,12 +9,13 @@ struct Variant {
 };
 
 template <Variant V>
-__global__ void __launch_bounds__(256) quantize(const void* __restrict__ x, uint2* quantized, float* factors, int m, int k,
+__global__ void __launch_bounds__(256) quantize(const void* x, uint2* quantized, float* factors, int m, int k,
                                                 int k_padded, i64 ldx) {
   constexpr Dtype T = Dtype(V.x);
   constexpr Element E = Element(V.element);
   constexpr int LANES = V.block / 8, ITEM = T == Dtype::f32 ? 4 : 2;
   let_next_start();
+  wait_for_previous(x);
   const int chunk = blockIdx.x * 256 + threadIdx.x;
   if (chunk * 8 >= k_padded) return; // whole warps: k_padded is a multiple of 256
   for (i64 row = blockIdx.y; row < m; row += gridDim.y) {

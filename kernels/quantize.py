@@ -81,6 +81,7 @@ def stage(kind: str, m: int, k: int, device: Device, x_dtype: str) -> Stage:
             block=512,
             shared=0,
             args=("x", "quantized", "factors", "m", "k", "ldx", "ld_quantized"),
+            overlap=device.overlaps,
         )
     return Stage(
         kernel="quantize",
@@ -90,6 +91,7 @@ def stage(kind: str, m: int, k: int, device: Device, x_dtype: str) -> Stage:
         block=256,
         shared=0,
         args=("x", "quantized", "factors", "m", "k", "k_padded", "ldx"),
+        overlap=device.overlaps,
     )
 
 

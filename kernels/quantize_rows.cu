@@ -9,12 +9,13 @@ struct Variant {
 constexpr int THREADS = 512;
 
 template <Variant V>
-__global__ void __launch_bounds__(THREADS) quantize_rows(const void* __restrict__ x, uint4* quantized, float* factors, int m,
+__global__ void __launch_bounds__(THREADS) quantize_rows(const void* x, uint4* quantized, float* factors, int m,
                                                          int k, i64 ldx, i64 ld_quantized) {
   constexpr Dtype T = Dtype(V.x);
   constexpr int ITEM = T == Dtype::f32 ? 4 : 2;
   __shared__ u32 largest[THREADS / 32];
   let_next_start();
+  wait_for_previous(x);
   const int chunks = int(ld_quantized / 8);
   for (i64 row = blockIdx.x; row < m; row += gridDim.x) {
     const u8* from = static_cast<const u8*>(x) + row * ldx * ITEM;

@@ -11,6 +11,9 @@ constexpr int THREADS = 256;
 template <Variant V>
 __global__ void __launch_bounds__(THREADS) swiglu(const void* gate, const void* up, u16* y, int m, int n, i64 ldy) {
   constexpr Dtype T = Dtype(V.y);
+  let_next_start();
+  wait_for_previous(gate);
+  wait_for_previous(up);
   const int column = blockIdx.x * THREADS + threadIdx.x;
   if (column >= n) return;
   const Output out{y, ldy, m, n, nullptr, T};

@@ -37,6 +37,7 @@ def stage(m: int, n: int, device: Device, dtype: str) -> Stage:
         block=256,
         shared=0,
         args=("gate", "up", "y", "m", "n", "ldy"),
+        overlap=device.overlaps,
     )
 
 

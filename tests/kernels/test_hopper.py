@@ -244,8 +244,9 @@ def test_batch_invariant_tiles_scale_what_all_of_them_scale(change: dict[str, ob
     assert chosen == [int(change.get("element") == "e4m3")] * 5
 
 
-def test_stages_that_overlap_say_so_only_where_the_device_can() -> None:
-    for m in (1, 64):
+def test_stages_overlap_where_the_device_can() -> None:
+    for m, (x_dtype, numerics) in product((1, 64), (("f16", "exact"), ("f32", "exact"), ("f16", "int8_row"))):
         for arch, overlap in ((80, False), (89, False), (90, True), (120, True)):
-            stages = plan(spec_of(4096, 4096, perm=True), m, Device(arch, 132, 232448, (13, 5)), "f16").stages
-            assert [s.overlap for s in stages] == [overlap] * 2
+            device = Device(arch, 132, 232448, (13, 5))
+            stages = plan(spec_of(4096, 4096, perm=True), m, device, x_dtype, numerics=numerics).stages
+            assert [s.overlap for s in stages] == [overlap] * (3 if numerics == "int8_row" else 2)

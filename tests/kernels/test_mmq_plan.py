@@ -65,6 +65,7 @@ def test_every_launch_fits_its_kernel_and_the_device(m: int, device: Device) -> 
         for stage in (*made.stages, *given.stages):
             assert [type_of(a) for a in stage.args] == parameters(stage.kernel)
             assert len(stage.variant) == fields(stage.kernel)
+            assert stage.overlap == device.overlaps
             assert (stage.kernel, stage.variant, stage.target) in ahead
             assert 0 <= stage.shared + 128 <= device.shared
             assert 0 < stage.grid[0] < 2**31
