@@ -46,7 +46,8 @@ def candidates(spec: dict[str, Any], m: int, device: Device, x_dtype: str) -> It
         tiles += [w for w in hopper.TILES if hopper.refuse_tile(spec, device, x_dtype, w) is None]
     tiles += [t for t in tiled.TILES if tiled.refuse_tile(spec, device, x_dtype, t) is None]
     for tile in tiles:
-        cuts = [] if isinstance(tile, few.Decode) else [replace(tile, cut=True)]
+        whole = isinstance(tile, few.Decode) or (isinstance(tile, Wgmma) and tile.deep > 1)
+        cuts = [] if whole else [replace(tile, cut=True)]
         for variant in (tile, *cuts):
             try:
                 yield variant, marlin_plan.plan(spec, m, device, x_dtype, variant=variant)
@@ -58,8 +59,8 @@ def step_cost(spec: dict[str, Any], m: int, device: Device, variant: Any, us: fl
     """us of a step of 64 k of a wgmma tile, from the time of a product without cut tiles."""
     if not isinstance(variant, Wgmma) or variant.cut:
         return None
-    tiles = -(-m // variant.tokens) * -(-spec["n_padded"] // variant.features)
-    return (us - wgmma.START) / (-(-tiles // device.sms) * -(-spec["k"] // wgmma.STEP))
+    waves = -(-wgmma.tiles(variant, spec["n_padded"], m) // variant.workers(device))
+    return (us - wgmma.START) / (waves * -(-spec["k"] // wgmma.STEP // variant.deep))
 
 
 def measure(session: Session, names: list[str], m: int, dtype: str) -> Iterator[tuple[float, Any, float | None]]:
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", type=lambda s: Shape(*map(int, s.split("x"))), help="NxK")
     parser.add_argument("--show", type=int, default=6, help="candidates of each m")
     args = parser.parse_args()
-    costs: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    costs: dict[Wgmma, list[float]] = defaultdict(list)
     for shape in args.shape or [Shape(28672, 8192)]:
         q = random_linear(shape, args.element, args.group, args.scale or ACTIVATIONS[args.dtype])
         with tempfile.TemporaryDirectory() as folder:
@@ -118,7 +119,7 @@ def main() -> None:
                         print(f" {mark} {us:8.2f}  {'' if step is None else f'{step:.3f}':>6}  {variant}", flush=True)
                     for _, variant, step in rows:
                         if step is not None:
-                            costs[variant.features, variant.tokens, variant.ways].append(step)
+                            costs[variant].append(step)
     for tile, steps in costs.items():
         print(f"    {tile}: {median(steps):.3g},")
 

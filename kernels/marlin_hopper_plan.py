@@ -33,6 +33,9 @@ STEP_COST = {
     Wgmma(128, 128, 1, cluster=2): 0.385,
     Wgmma(128, 128, 1, cluster=2, sums=True): 0.39,
     Wgmma(128, 256, 1, cluster=2): 0.655,
+    Wgmma(128, 64, 1, deep=2): 0.235,
+    Wgmma(128, 64, 1, deep=3): 0.235,
+    Wgmma(128, 128, 1, deep=2): 0.385,
 }
 TILES = tuple(STEP_COST)
 
@@ -80,7 +83,7 @@ def refuse_tile(spec: Spec, device: Device, x_dtype: str, w: Wgmma) -> str | Non
 
 def one_order(spec: Spec, x_dtype: str, w: Wgmma) -> bool:
     """Whether a row's sums have the same bits in every tile for which this is true."""
-    return not w.cut and w.ways == 1 and w.sums == must_scale_sums(spec, x_dtype)
+    return not w.cut and w.ways == 1 and w.deep == 1 and w.sums == must_scale_sums(spec, x_dtype)
 
 
 def estimate(spec: Spec, m: int, device: Device, w: Wgmma) -> float:
@@ -108,7 +111,7 @@ def launch(spec: Spec, m: int, device: Device, x_dtype: str, gather: Stage | Non
         shared=shared(spec, w, stages),
         args=(*operands, *extents, bias_type(spec), *scales.args(spec), split),
         box=(w.tokens // w.cluster, STEP),
-        cluster=w.cluster,
+        cluster=w.blocks,
         overlap=device.overlaps,
     )
     scratch, counters = wgmma.memory(w, blocks, split)
@@ -134,7 +137,7 @@ def variants(spec: Spec, x_dtype: str, device: Device) -> Iterator[tuple[int, ..
 
 def variant(spec: Spec, x_dtype: str, w: Wgmma, stages: int) -> tuple[int, ...]:
     """The kernel's ``Variant``."""
-    shape = w.features, w.tokens, w.ways, w.cluster, stages
+    shape = w.features, w.tokens, w.ways, w.cluster, w.deep, stages
     return variant_of(spec, x_dtype, _scale_rows(spec), _run(spec, w), int(w.sums), *shape)
 
 
@@ -161,4 +164,5 @@ def _run(spec: Spec, w: Wgmma) -> int:
 
 def _stages(spec: Spec, w: Wgmma, most: int) -> int | None:
     """The most stages that fit, a power of two."""
-    return next((stages for stages in (8, 4, 2) if shared(spec, w, stages) <= most), None)
+    least = 4 if w.deep > 1 else 2  # whose place parts of sums take
+    return next((stages for stages in (8, 4, 2) if stages >= least and shared(spec, w, stages) <= most), None)

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | 1 to 8 | marlin_decode | tiles of 64 features, k split over its warps: time is reading W once |
 | above | marlin_tiled | 64 to 256 features x 16 to 128 tokens |
-| above, on Hopper | marlin_wgmma (marlin_hopper_plan) | 128 or 256 features x 16 to 256 tokens |
+| above, on Hopper | marlin_wgmma (marlin_hopper_plan) | 128 or 256 features x 16 to 256 tokens, or a part of their k |
 
 Large matrices of 4-bit integers in groups of 16 take wgmma at any m, and batch-invariant products the tiles that add in
 one order.

@@ -19,7 +19,7 @@ from .wgmma_plan import NVRTC, SHARED
 def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(kernel, variant, target) of everything ``plan`` can ask for on an architecture, for building ahead."""
     device = Device(arch, sms=1, shared=most_shared(arch))
-    hopper_device = Device(90, sms=2, shared=SHARED, nvrtc=NVRTC)
+    hopper_device = Device(90, sms=3, shared=SHARED, nvrtc=NVRTC)
     yield from ((kernel, (ordered,), f"sm_{arch}") for kernel in ("gather", "pairs") for ordered in (0, 1))
     yield from quantize.variants(arch, (WHOLE,))
     seen = set()

@@ -11,7 +11,7 @@ struct Variant {
   int factor;            // 1: sums over all of k have a factor of their own (decode.cuh)
   int run;               // 2: k is a multiple of 128
   int sums;              // 1: scales multiply the sums of a run, which is within a group; 0: weights
-  int features, tokens, ways, cluster, stages; // Shape
+  int features, tokens, ways, cluster, deep, stages; // Shape
 };
 
 // Scales multiply the 16-bit weights, where that rounds once (integers) or never, or fp32 sums: of a run, or of all of k.
@@ -37,7 +37,7 @@ DEVICE void load_shared(u32* to, const u8* from) {
 
 template <Variant V>
 struct Tiles {
-  static constexpr Shape SHAPE = {V.features, V.tokens, V.ways, V.cluster, V.stages, V.stages};
+  static constexpr Shape SHAPE = {V.features, V.tokens, V.ways, V.cluster, V.deep, V.stages, V.stages};
   static constexpr Element E = Element(V.element);
   static constexpr Dtype T = Dtype(V.x), S = Dtype(V.scale);
   static constexpr int STEPS = 1, BITS = facts(E).bits;

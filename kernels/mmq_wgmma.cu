@@ -31,7 +31,7 @@ constexpr Way way_of(KindFacts f, Dtype x) {
 template <Variant V>
 struct Strips {
   using P = Strip<Kind(V.kind)>;
-  static constexpr Shape SHAPE = {V.features, V.tokens, 1, V.cluster, V.stages, V.weight_stages};
+  static constexpr Shape SHAPE = {V.features, V.tokens, 1, V.cluster, 1, V.stages, V.weight_stages};
   static constexpr Dtype T = Dtype(V.x);
   static constexpr Way WAY = way_of(P::F, T);
   static constexpr int STEPS = DEPTH / STEP, RUN = 1, DECODING = 0, STRIPS = blocks_of(SHAPE);

@@ -10,6 +10,9 @@
 //   In a cluster a warp takes one block, with twice the tokens: half the decoding. Its thread blocks have rows of W side
 //   by side and the same x, of which each copies its part to all; L2 could not deliver it to each.
 //
+//   Where tiles are fewer than SMs, the thread blocks of a cluster are instead `deep`: they have one tile, each a part of
+//   k. Each sends its sums to the others' shared memory, and finishes its share of the tokens.
+//
 //   The grid is persistent. Whole tiles go round the blocks; the last `split` tiles are cut along k into one even share
 //   for each block, wherever that falls. The last warp to finish its part of a cut tile adds the parts in order of k, so
 //   results do not depend on who was last.
@@ -39,13 +42,14 @@ struct Shape {
   int features, tokens; // of a tile: 128 .. 512, 16 .. 256
   int ways;             // 2: a second set of warpgroups has the same features, and each takes every other run
   int cluster;          // thread blocks that share x
+  int deep;             // thread blocks of one tile, each with its part of k; 1 where blocks share x
   int stages;           // of x, a power of two
   int weight_stages;    // the same, where weights have a ring of their own
 };
 
-constexpr int blocks_of(Shape s) { return s.cluster > 1 ? 1 : 2; }           // of 16 rows, of a warp
-constexpr int warps_of(Shape s) { return s.features / (16 * blocks_of(s)); } // of one way
-constexpr int rows_out(Shape s) { return s.tokens < 32 ? s.tokens : 32; }    // tokens of y that go out together
+constexpr int blocks_of(Shape s) { return s.cluster > 1 || s.deep > 1 ? 1 : 2; } // of 16 rows, of a warp
+constexpr int warps_of(Shape s) { return s.features / (16 * blocks_of(s)); }     // of one way
+constexpr int rows_out(int tokens) { return tokens < 32 ? tokens : 32; }         // tokens of y that go out together
 constexpr int threads_of(Shape s) { return 32 * warps_of(s) * s.ways + 128; }
 // Two warpgroups take turns, where that was seen to be faster: see TURN_OF.
 constexpr bool turns(Shape s) { return s.tokens != 64 && s.ways == 1 && warps_of(s) == 8; }
@@ -71,7 +75,7 @@ struct alignas(1024) Shared {
   static constexpr Shape S = K::SHAPE;
   u8 x[S.stages][S.tokens * STEP * 2];
   typename K::Stage weights[S.weight_stages];
-  u8 out[warps_of(S)][rows_out(S)][32 * blocks_of(S)];
+  u8 out[warps_of(S)][rows_out(S.tokens)][32 * blocks_of(S)];
   float4 sums[S.ways > 1 ? S.tokens / 4 : 1][S.ways > 1 ? S.features : 1]; // of the other way, a thread's side by side
   u64 full[S.stages], empty[S.stages];
   u64 given, taken; // sums of the other way: in place, and free again
@@ -91,10 +95,16 @@ struct Segment {
   int tile, begin, end;
 };
 
+// The block's part of k, where a tile has several.
+template <int DEEP>
+DEVICE int part_of_k() {
+  return int(blockIdx.x) % DEEP;
+}
+
 // The segments of a worker, a thread block or a cluster, in the order in which every role goes through them: whole tiles
 // first, so that all blocks read the same k at the same time, then its share of the last `split` tiles, which are cut
 // evenly.
-template <int CLUSTER>
+template <int CLUSTER, int DEEP>
 struct Schedule {
   int whole, split, steps; // whole: tiles that are not cut; steps: of a tile
   int next_whole;
@@ -111,6 +121,13 @@ struct Schedule {
   DEVICE int owner(u32 unit) const { return uniform(((unit + 1) * workers() - 1) / u32(split * steps)); }
 
   DEVICE bool next(Segment& s) {
+    if constexpr (DEEP > 1) { // there is a cluster for each tile
+      if (next_whole < 0) return false;
+      const int part = uniform(next_whole % DEEP);
+      s.tile = uniform(next_whole / DEEP), next_whole = -1;
+      s.begin = steps * part / DEEP, s.end = steps * (part + 1) / DEEP;
+      return true;
+    }
     if (next_whole < whole) {
       s.tile = next_whole, s.begin = 0, s.end = steps;
       next_whole += workers();
@@ -156,7 +173,7 @@ struct Problem {
   Factor factor;
 
   DEVICE Place place(int tile) const { return ::place<K>(tile, out.m, n_padded); }
-  DEVICE Schedule<K::SHAPE.cluster> schedule() const {
+  DEVICE Schedule<K::SHAPE.cluster, K::SHAPE.deep> schedule() const {
     constexpr int UNIT = STEP * K::STEPS * K::RUN;
     return {(out.m + K::SHAPE.tokens - 1) / K::SHAPE.tokens * across<K>(n_padded), split, (k + UNIT - 1) / UNIT};
   }
@@ -217,8 +234,8 @@ DEVICE void add(float* d, float4 v) { d[0] += v.x, d[1] += v.y, d[2] += v.z, d[3
 
 // Adds the parts of a cut tile. True in the warp that came last, whose `d` then is the whole sum.
 template <class K>
-DEVICE bool add_parts(Sums<K>& d, const Problem<K>& p, const Schedule<K::SHAPE.cluster>& work, const Segment& s,
-                      int warp) {
+DEVICE bool add_parts(Sums<K>& d, const Problem<K>& p, const Schedule<K::SHAPE.cluster, K::SHAPE.deep>& work,
+                      const Segment& s, int warp) {
   constexpr int CHUNKS = SUM_REGISTERS<K> / 4, OF_BLOCK = K::SHAPE.tokens / 8; // of 16 bytes a lane
   // Of those in flight at once. Of 128 sums more than four spill, with a factor more than two.
   constexpr int MOST = SPARE<K> > 96 ? 8 : SPARE<K> > 64 ? 4 : 2;
@@ -275,11 +292,11 @@ DEVICE bool add_parts(Sums<K>& d, const Problem<K>& p, const Schedule<K::SHAPE.c
 }
 
 // A warp's 32 (16) features x tokens, transposed through shared memory into runs of 64 (32) bytes of y.
-template <class K>
-DEVICE void store(Sums<K>& d, const Problem<K>& p, u8 (&buffer)[rows_out(K::SHAPE)][32 * blocks_of(K::SHAPE)], int token,
-                  int feature) {
+template <class K, int SUMS>
+DEVICE void store(float (&d)[blocks_of(K::SHAPE)][SUMS], const Problem<K>& p,
+                  u8 (&buffer)[rows_out(K::SHAPE.tokens)][32 * blocks_of(K::SHAPE)], int token, int feature) {
   constexpr Dtype T = K::T;
-  constexpr int TOKENS = K::SHAPE.tokens, PIECES = 2 * blocks_of(K::SHAPE), CHUNK = rows_out(K::SHAPE);
+  constexpr int TOKENS = 2 * SUMS, PIECES = 2 * blocks_of(K::SHAPE), CHUNK = rows_out(TOKENS);
   const Output& out = p.out;
   const int lane = fresh_lane();
   if (feature >= out.n) return;
@@ -330,6 +347,42 @@ DEVICE void store(Sums<K>& d, const Problem<K>& p, u8 (&buffer)[rows_out(K::SHAP
         }
       }
     }
+  }
+}
+
+// Adds the parts of a tile that a cluster's blocks have. Each finishes its share of the tokens, of which 16 are a group.
+// All threads of the cluster meet twice: when nobody needs stages of x any more, whose place the parts take, and when all
+// of them are there.
+template <class K>
+DEVICE void finish_share(Sums<K>& d, Shared<K>& shared, const Problem<K>& p, int warp, int token, int feature) {
+  constexpr Shape S = K::SHAPE;
+  constexpr int DEEP = S.deep, GROUPS = S.tokens / 16, MOST = (GROUPS + DEEP - 1) / DEEP; // of a share
+  static_assert(blocks_of(S) == 1 && sizeof(shared.x) >= sizeof(float4) * 2 * MOST * DEEP * 32 * warps_of(S));
+  const int lane = fresh_lane(), part = part_of_k<DEEP>();
+  auto first = [](int part) { return part * GROUPS / DEEP; };
+  auto slot = [&](int part, int i) { // i: of 16-byte pieces of a lane, two for each group of a share
+    return reinterpret_cast<float4*>(shared.x) + ((part * warps_of(S) + warp) * 2 * MOST + i) * 32 + lane;
+  };
+  meet_cluster();
+#pragma unroll
+  for (int to = 0; to < DEEP; to++)
+#pragma unroll
+    for (int i = 0; i < 2 * MOST; i++) {
+      const int from = 4 * (2 * first(to) + i);
+      if (from < 8 * first(to + 1))
+        store_shared_at(shared_address(slot(part, i)), to,
+                        make_float4(d[0][from], d[0][from + 1], d[0][from + 2], d[0][from + 3]));
+    }
+  meet_cluster();
+#pragma unroll
+  for (int group = 0; group < MOST; group++) {
+    if (first(part) + group == first(part + 1)) return;
+    float sum[1][8] = {};
+#pragma unroll
+    for (int other = 0; other < DEEP; other++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) add(&sum[0][4 * i], *slot(other, 2 * group + i));
+    store<K>(sum, p, shared.out[warp], token + 16 * (first(part) + group), feature);
   }
 }
 
@@ -462,9 +515,15 @@ DEVICE void multiply(Shared<K>& shared, const Problem<K>& p, int warp) {
       join<K>(total, shared, way, joined++);
       if (way > 0) continue;
     }
-    if (s.end - s.begin < work.steps && !add_parts<K>(total, p, work, s, warp)) continue;
+    if constexpr (S.deep == 1) {
+      if (s.end - s.begin < work.steps && !add_parts<K>(total, p, work, s, warp)) continue;
+    }
     const Place at = p.place(s.tile);
-    store<K>(total, p, shared.out[warp], at.token, at.feature + warp * 16 * BLOCKS);
+    const int feature = at.feature + warp * 16 * BLOCKS;
+    if constexpr (S.deep > 1)
+      finish_share<K>(total, shared, p, warp, at.token, feature);
+    else
+      store<K>(total, p, shared.out[warp], at.token, feature);
   }
 }
 
@@ -489,7 +548,7 @@ DEVICE void run(const Problem<K>& p, const TensorMap& x) {
     prefetch(x);
   }
   __syncthreads();
-  if constexpr (S.cluster > 1) meet_cluster(); // barriers are there
+  if constexpr (S.cluster > 1 || S.deep > 1) meet_cluster(); // barriers are there; with `deep` it was measured so
 
   const int warp = uniform(threadIdx.x / 32);
   if (warp < warps_of(S) * S.ways) {
@@ -498,6 +557,7 @@ DEVICE void run(const Problem<K>& p, const TensorMap& x) {
   } else {
     registers_release<producer_registers(S)>();
     if (warp == warps_of(S) * S.ways) produce<K>(shared, p, x);
+    if constexpr (S.deep > 1) meet_cluster(), meet_cluster(); // as in finish_share
   }
   if constexpr (S.cluster > 1) meet_cluster(); // nobody copies to this block or arrives here any more
 }

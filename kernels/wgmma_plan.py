@@ -4,7 +4,8 @@ A block's tile is ``features`` x ``tokens``; ``ways`` groups of warps share its 
 k. Blocks side by side may be a cluster, which shares x: they are one worker, with one tile of as many times the
 features, and each of their warps has 16 features instead of 32. Tiles go round a grid of one block for each SM; with
 ``cut`` those of the last wave are cut along k, so that every worker has its share, and the warps that finish last add
-the parts in order.
+the parts in order. Where tiles are fewer than SMs, a cluster's blocks may be ``deep`` instead: they have one tile, each
+a part of k, and add through each other's shared memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ CUT, SUMS = 2.0, 2800
 LARGE, LATE = 1 << 15, 10.0
 """From how many sums on, 128 in a thread, it takes so many us more: that many are not added in one go."""
 
+JOIN = 1.0
+"""us of adding the parts of a cluster's blocks; H200, 2026-11-30."""
+
 
 @dataclass(frozen=True)
 class Wgmma:
@@ -40,24 +44,33 @@ class Wgmma:
     sums: bool = False
     """Whether scales multiply fp32 sums instead of weights."""
     cut: bool = False
+    deep: int = 1
+    """Blocks of a cluster that have one tile, each a part of k."""
+
+    @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        return self.cluster * self.deep
 
     @property
     def warps(self) -> int:
         """Of one way."""
-        return self.features // (16 if self.cluster > 1 else 32)
+        return self.features // (16 if self.blocks > 1 else 32)
 
     @property
     def threads(self) -> int:
         return 32 * self.warps * self.ways + 128
 
     def workers(self, device: Device) -> int:
-        """Blocks or clusters at work at once."""
-        return device.sms // self.cluster
+        """Blocks or clusters at work at once. SMs come in groups of 16 or 18, of which an H200 has lost some: of 44
+        clusters of three 39 fit, and all 66 of two."""
+        return device.sms // self.blocks if self.blocks < 3 else max(1, device.sms * 7 // 8 // self.blocks)
 
     def __str__(self) -> str:
         said = {
             f", {self.cluster} blocks share x": self.cluster > 1,
             f", k in {self.ways} ways": self.ways > 1,
+            f", k over {self.deep} blocks": self.deep > 1,
             ", scaled sums": self.sums,
             ", last wave cut": self.cut,
         }
@@ -75,8 +88,10 @@ def refuse(device: Device) -> str | None:
 
 def refuse_cluster(w: Wgmma, n_padded: int, device: Device) -> str | None:
     """None if the tile's blocks that share x run at once and have whole tiles of outputs, else why not."""
-    if device.sms < w.cluster:
-        return f"blocks that share x need {w.cluster} SMs, this has {device.sms}"
+    if device.sms < w.blocks:
+        return f"a cluster's blocks need {w.blocks} SMs, this has {device.sms}"
+    if w.deep > 1 and w.cut:
+        return "its tiles are parted along k already"
     if w.cluster > 1 and n_padded % (w.features * w.cluster):
         return f"blocks that share x have {w.features * w.cluster} outputs, of which {n_padded} is no multiple"
     return None
@@ -91,6 +106,8 @@ def estimate(w: Wgmma, count: int, step: float, k: int, device: Device) -> float
     """us on an H200, roughly, of ``count`` tiles whose steps of 64 k take ``step`` us each."""
     workers = w.workers(device)
     waves = count / workers if w.cut else -(-count // workers)
+    if w.deep > 1:  # a wave begins when clusters of the one before it have ended
+        return waves * (START + -(-k // STEP // w.deep) * step + JOIN)
     sums = w.features * w.tokens
     add = CUT + sums / SUMS + (LATE if sums >= LARGE else 0) if w.cut else 0
     return START + waves * -(-k // STEP) * step + add
@@ -98,6 +115,8 @@ def estimate(w: Wgmma, count: int, step: float, k: int, device: Device) -> float
 
 def share(w: Wgmma, count: int, units: int, device: Device) -> tuple[int, int]:
     """(blocks, tiles that are cut) of ``count`` tiles of so many units each, which no cut parts."""
+    if w.deep > 1:  # a cluster for each
+        return count * w.blocks, 0
     most = w.workers(device)
     split = count % most if w.cut else 0
     workers = min(most, count * units if split else count)

@@ -29,7 +29,7 @@ def device(sms: int = 3) -> Device:
 
 def plan_of(layout: ModuleType, spec: dict[str, Any], m: int, x_dtype: str, aligned: bool, w: Wgmma) -> Plan:
     """The plan for the fewest workers, but three, that cut tiles where the tile says so."""
-    plans = (layout.plan(spec, m, device(n * w.cluster), x_dtype, aligned, w, "exact") for n in range(3, 12))
+    plans = (layout.plan(spec, m, device(n * w.blocks), x_dtype, aligned, w, "exact") for n in range(3, 12))
     return next(made for made in plans if made.counters or not w.cut)
 
 
@@ -81,7 +81,7 @@ def assert_multiplies(layout: ModuleType, q: QuantTensor, w: Wgmma, dtype: str, 
     rows = np.resize(np.random.default_rng(1).permutation(q.k), m)
     one_hot, x = np.eye(q.k, dtype=ACTIVATION[dtype])[rows], random_x((m, q.k), dtype)
     bias = None if q.bias is None else q.bias.reshape(-1, q.n)[expert]
-    for seed, tile in enumerate((w, replace(w, cut=True))):
+    for seed, tile in enumerate((w, replace(w, cut=w.deep == 1))):
         assert_decoded(multiplied(layout, plain, one_hot, tile, folder, expert, seed=seed), rows, q, expert)
         y = multiplied(layout, q, x, tile, folder, expert, seed=2 + seed)
         assert_close(y, x, weights_of(q, expert), bias)

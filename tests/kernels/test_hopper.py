@@ -122,7 +122,7 @@ def owner(unit: int, units: int, workers: int) -> int:
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(128, 28672, 8192), (33, 640, 1000), (200, 4096, 4096), (4096, 14336, 4096)])
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", [t for t in TILES if t.deep == 1], ids=str)
 def test_cut_tiles_are_shared_evenly_and_each_part_has_its_own_slot(m: int, n: int, k: int, tile: Wgmma) -> None:
     """The arithmetic of the kernel's Schedule: shares are contiguous, none is empty, no two parts meet in scratch."""
     spec = spec_of(n, k)
@@ -155,6 +155,39 @@ def test_cut_tiles_are_shared_evenly_and_each_part_has_its_own_slot(m: int, n: i
                 slots.add(slot)
                 assert (slot + 1) * tile.features * tile.cluster * tile.tokens * 4 <= made.scratch
     assert split * tile.warps * tile.cluster == made.counters
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 4096, 4096), (33, 640, 1000), (200, 200, 64)])
+@pytest.mark.parametrize("tile", [t for t in TILES if t.deep > 1], ids=str)
+def test_blocks_of_one_tile_part_k_and_tokens_once(m: int, n: int, k: int, tile: Wgmma) -> None:
+    """The arithmetic of the kernel's Schedule and finish_share; parts of sums fit where the stages of x were."""
+    spec = spec_of(n, k)
+    made = plan(spec, m, H200, "f16", variant=tile)
+    stage = made.stages[-1]
+    assert (stage.cluster, stage.args[-1], made.scratch, made.counters) == (tile.deep, 0, 0, 0)
+    assert stage.grid == (-(-m // tile.tokens) * -(-n // tile.features) * tile.deep, 1, 1)
+    run, stages = stage.variant[7], stage.variant[14]
+    groups = tile.tokens // 16
+    for extent in (-(-k // (64 * run)), groups):
+        bounds = [extent * part // tile.deep for part in range(tile.deep + 1)]
+        assert (bounds[0], bounds[-1]) == (0, extent)
+        assert bounds == sorted(bounds)
+    most = -(-groups // tile.deep)
+    assert most * 16 * tile.features * 4 * tile.deep <= stages * tile.tokens * 128
+    assert refuse_tile(spec, H200, "f16", replace(tile, cut=True)) == "its tiles are parted along k already"
+
+
+def test_blocks_part_k_where_tiles_are_fewer_than_sms() -> None:
+    """As measured in turns on 2026-11-30: docs/performance-notes.md."""
+
+    def chosen(n: int, k: int, m: int) -> tuple[int, ...]:
+        return plan(spec_of(n, k), m, H200, "f16").stages[-1].variant[9:14]
+
+    assert chosen(4096, 4096, 64) == (128, 64, 1, 1, 3)
+    assert chosen(4096, 4096, 128) == (128, 64, 1, 1, 2)
+    assert chosen(4096, 4096, 256) == (128, 128, 1, 1, 2)
+    for n, k, m in ((4096, 4096, 32), (4096, 4096, 512), (14336, 4096, 64), (14336, 4096, 128), (28672, 8192, 64)):
+        assert chosen(n, k, m)[4] == 1
 
 
 def test_a_compiler_that_breaks_wgmma_or_another_gpu_gets_the_other_kernels() -> None:
@@ -229,7 +262,7 @@ def test_blocks_that_share_x_have_whole_tiles_of_outputs() -> None:
 def test_a_device_of_one_sm_has_no_blocks_that_share_x() -> None:
     one = Device(90, sms=1, shared=H200.shared, nvrtc=H200.nvrtc)
     assert refuse_tile(spec_of(4096, 4096), one, "f16", Wgmma(128, 256, 1, cluster=2)) == (
-        "blocks that share x need 2 SMs, this has 1"
+        "a cluster's blocks need 2 SMs, this has 1"
     )
     for m, batch_invariant in product((9, 64, 4096), (False, True)):
         (stage,) = plan(spec_of(4096, 4096), m, one, "f16", batch_invariant=batch_invariant).stages

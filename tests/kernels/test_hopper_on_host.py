@@ -105,8 +105,15 @@ def test_one_hot_rows_return_the_weights_and_random_ones_their_products(
     check(kind, tile, folder)
 
 
-SHAPES = (Wgmma(128, 32, 2), Wgmma(256, 64, 1), Wgmma(128, 128, 1, cluster=2), Wgmma(128, 256, 1, cluster=2))
-"""One of each kind: ways, whole warps' rows, clusters."""
+SHAPES = (
+    Wgmma(128, 32, 2),
+    Wgmma(256, 64, 1),
+    Wgmma(128, 128, 1, cluster=2),
+    Wgmma(128, 256, 1, cluster=2),
+    Wgmma(128, 64, 1, deep=3),
+    Wgmma(128, 128, 1, deep=2),
+)
+"""One of each kind: ways, whole warps' rows, clusters that share x, and k."""
 EXACT = case("u4b8", group=32, low=0.25, high=0.25, k=192)
 """Small whole numbers times a quarter: fp32 sums are exact in any order."""
 
@@ -125,7 +132,7 @@ def test_bias_and_residual_are_rounded_as_the_reference_rounds_them(
     residual = (rng.standard_normal((m, q.n)) * 100).astype(to)
     places = ((0, 0), (504, 8), (504, 3), (517, 0))
     for (ldy, shift), added, rounding in zip(places, (None, residual, None, residual), ROUNDINGS * 2, strict=True):
-        w = replace(tile, cut=shift == 0)
+        w = replace(tile, cut=shift == 0 and tile.deep == 1)
         y = multiplied(marlin, q, x, w, folder, residual=added, rounding=rounding, ldy=ldy, shift=shift, seed=shift)
         np.testing.assert_array_equal(y.view(np.uint16), finish(sums, to, q.bias, added, rounding).view(np.uint16))
 

@@ -86,7 +86,7 @@ def test_a_device_of_one_sm_has_no_blocks_that_share_x(m: int, batch_invariant: 
     one = Device(90, sms=1, shared=H200.shared, nvrtc=H200.nvrtc)
     made = plan(spec_of("q4_0"), m, one, "f16", batch_invariant=batch_invariant)
     assert (made.stages[-1].cluster, made.stages[-1].grid) == (1, (1, 1, 1))
-    assert "blocks that share x need 2 SMs, this has 1" in dict(made.rejected).values()
+    assert "a cluster's blocks need 2 SMs, this has 1" in dict(made.rejected).values()
 
 
 @needs_nvrtc

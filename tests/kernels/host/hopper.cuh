@@ -38,6 +38,13 @@ inline void __stcg(float4* to, float4 v) {
 inline float4 load_partial(const float4* from) { return __ldg(from); }
 inline u32 arrived(const u32* counter) { return __ldg(counter); }
 
+inline void store_shared_at(u32 to, int block, float4 v) {
+  shared_at(to, 16, 16);
+  const u32 there = to % WINDOW + block * WINDOW;
+  if (u32(block) >= blocks || alive[block] == 0) refuse("a store to shared memory of block %d, which has ended", block);
+  std::memcpy(shared + there, &v, 16);
+}
+
 inline void meet_cluster() { wait(of_cluster, blocks * blockDim.x, "the cluster, threads:"); }
 
 // ---- named barriers ----

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <ucontext.h>
 #include <utility>
 #include <vector>
@@ -20,7 +21,7 @@ struct Extent {
   u32 x, y, z;
 };
 inline Extent threadIdx, blockIdx, blockDim, gridDim;
-constexpr u32 BLOCKS_AT_ONCE = 2, WINDOW = 256 << 10; // of a cluster; shared addresses of each
+constexpr u32 BLOCKS_AT_ONCE = 4, WINDOW = 256 << 10; // of a cluster; shared addresses of each
 alignas(1024) inline u8 shared[BLOCKS_AT_ONCE * WINDOW];
 inline u32 rank, blocks, bytes_of_block; // the running block's place in its cluster; of the launch
 inline u8* shared_of_block() { return shared + rank * WINDOW; }
@@ -144,7 +145,7 @@ inline void report_waits(u32 threads) {
 // One cluster. With a seed the order of threads is another in each round, and warps pause now and then.
 inline void run_cluster(u32 first_block, u32 columns, u32 threads) {
   constexpr int STACK = 64 << 10;
-  static std::vector<u8> stacks(u64(BLOCKS_AT_ONCE) * 1024 * STACK);
+  static const std::unique_ptr<u8[]> stacks(new u8[u64(BLOCKS_AT_ONCE) * 1024 * STACK]); // pages come as they are touched
   const u32 count = blocks * threads;
   std::memset(shared, 0xFF, sizeof shared); // NaNs
   std::memset(of_block, 0, sizeof of_block);
