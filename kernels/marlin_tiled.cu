@@ -70,7 +70,6 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
 
   extern __shared__ __align__(128) u8 shared[];
   let_next_start();
-  wait_for_previous(x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int kw = warp / (P::WN * P::WM), mw = warp / P::WN % P::WM, nw = warp % P::WN;
   const int tiles = n_padded / 64;
@@ -139,6 +138,7 @@ __global__ void __launch_bounds__(THREADS, Shape<V>::RESIDENT)
     for (int i = 0; i < SLICES; i++) fetch_slice(i, first, has(first));
 #pragma unroll
     for (int r = 0; r < RUNS; r++) fetch_scale(r, slice_of(first) + r * R, has(first));
+    if (turn == 0) wait_for_previous(x); // the first weights wait neither for x nor for the kernel before
 #pragma unroll
     for (int s = 0; s < P::STAGES - 1; s++) {
       if (first + s < last) copy_x(first + s, s);

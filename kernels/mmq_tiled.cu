@@ -45,7 +45,6 @@ __global__ void __launch_bounds__(THREADS, V.resident)
 
   extern __shared__ __align__(128) u8 shared[];
   let_next_start();
-  wait_for_previous(quantized);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int nw = warp / JB, mw = warp % JB;
   const int steps = k_padded / DEPTH;
@@ -60,12 +59,15 @@ __global__ void __launch_bounds__(THREADS, V.resident)
     const int m0 = part.id % rows * S::TOKENS, tile = part.id / rows;
 
     const u8* strips_from = strips + i64(tile) * steps * S::W + threadIdx.x * 16;
-    auto copy = [&](int step, int ring) {
+    auto copy_strips = [&](int step, int ring) {
       const u32 stage = shared_address(shared) + ring * S::STAGE;
 #pragma unroll
       for (int i = 0; i < (S::W / 16 + THREADS - 1) / THREADS; i++)
         if (i * THREADS + threadIdx.x < S::W / 16)
           copy16(stage + S::X + (i * THREADS + threadIdx.x) * 16, strips_from + i64(step) * S::W + i * THREADS * 16, 16);
+    };
+    auto copy_x = [&](int step, int ring) {
+      const u32 stage = shared_address(shared) + ring * S::STAGE;
       const int c = threadIdx.x % 16, row = threadIdx.x / 16;
 #pragma unroll
       for (int i = 0; i < S::TOKENS / 16; i++) {
@@ -94,25 +96,34 @@ __global__ void __launch_bounds__(THREADS, V.resident)
               beside.load(tile * S::FEATURES + (nw * JB + j) * 16 + 8 * (e / 2) + g, 2 * step + e % 2);
     };
 
+    // The first strips wait neither for x nor for the kernel before.
+#pragma unroll
+    for (int s = 0; s < V.stages - 1; s++)
+      if (part.first + s < part.last) copy_strips(part.first + s, s);
+    if constexpr (V.block) load_scales(part.first);
+    if (turn == 0) wait_for_previous(quantized);
 #pragma unroll
     for (int s = 0; s < V.stages - 1; s++) {
-      if (part.first + s < part.last) copy(part.first + s, s);
+      if (part.first + s < part.last) copy_x(part.first + s, s);
       copy_commit();
     }
-    if constexpr (V.block) load_scales(part.first);
 
     float total[JB][NB][4] = {};
     for (int step = part.first, ring = 0; step < part.last; step++, ring = ring + 1 == V.stages ? 0 : ring + 1) {
       if constexpr (V.stages == 1) {
         __syncthreads();
-        copy(step, 0);
+        copy_strips(step, 0);
+        copy_x(step, 0);
         copy_commit();
         copy_wait<0>();
         __syncthreads();
       } else {
         copy_wait<V.stages - 2>();
         __syncthreads();
-        if (step + V.stages - 1 < part.last) copy(step + V.stages - 1, ring ? ring - 1 : V.stages - 1);
+        if (step + V.stages - 1 < part.last) {
+          copy_strips(step + V.stages - 1, ring ? ring - 1 : V.stages - 1);
+          copy_x(step + V.stages - 1, ring ? ring - 1 : V.stages - 1);
+        }
         copy_commit();
       }
 
