@@ -40,7 +40,10 @@ def candidates(spec: dict[str, Any], m: int, device: Device, x_dtype: str) -> It
     """Every variant that runs, and the plan it makes."""
     columns = spec["n_padded"] // 64
     tiles: list[Any] = []
-    if m <= few.DECODE_TOKENS:
+    if few.DECODE_TOKENS < m <= 8 * few.row_tiles(spec, x_dtype, device.arch)[-1]:
+        shapes = product((8, 12) if m <= 16 else (8,), (1, 2), (1, 2))
+        tiles = [few.Decode(w, s, -(-columns // a), a) for w, s, a in shapes]
+    elif m <= few.DECODE_TOKENS:
         tiles = [few.Decode(w, s, c) for w, s in product((4, 8, 16), (1, 2, 3)) for c in (columns, columns // 2)]
     if hopper.refuse(spec, device, x_dtype) is None:
         tiles += [w for w in hopper.TILES if hopper.refuse_tile(spec, device, x_dtype, w) is None]

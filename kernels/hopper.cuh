@@ -42,11 +42,6 @@ DEVICE float4 load_partial(const float4* p) {
   return v;
 }
 
-// All threads of a cluster.
-DEVICE void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
 // Into shared memory of the cluster's block `rank`, in the place that `to` is here.
 DEVICE void store_shared_at(u32 to, int rank, float4 v) {
   asm volatile(
@@ -56,11 +51,6 @@ DEVICE void store_shared_at(u32 to, int rank, float4 v) {
       "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
       : "memory");
 }
-
-// ---- named barriers of `threads` threads; 0 is __syncthreads' ----
-
-DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
-DEVICE void report(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 
 // ---- mbarriers; addresses are shared memory's own 32-bit ones ----
 

@@ -52,7 +52,7 @@ def plan_pair(
     """
     check_supported(gate.spec, device, x_dtype)
     rows, before = rows_read(gate.spec, m, device, x_dtype, aligned and gate.spec["k"] % CHUNK == 0)
-    if reason := refuse_decode(gate.spec, rows, device, x_dtype) or refuse_pair(gate, up):
+    if reason := refuse_decode(gate.spec, rows, device, x_dtype, pair=True) or refuse_pair(gate, up):
         raise UnsupportedError("no single launch", need="two products", found=reason)
     if m == 0:
         return Plan((), "no rows")

@@ -3,17 +3,18 @@
 | m | kernel | work of a block |
 | --- | --- | --- |
 | 1 to 8 | marlin_decode | tiles of 64 features, k split over its warps: time is reading W once |
+| 9 to 32, on Hopper | marlin_decode | the same, one or two tiles at once; not large matrices (refuse_many) |
 | above | marlin_tiled | 64 to 256 features x 16 to 128 tokens |
 | above, on Hopper | marlin_wgmma (marlin_hopper_plan) | 128 or 256 features x 16 to 256 tokens, or a part of their k |
 
 Large matrices of 4-bit integers in groups of 16 take wgmma at any m, and batch-invariant products the tiles that add in
 one order.
 
-All read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes, up to 8 rows whose
-length is no multiple of 8) ``gather`` goes before them. float32 rows become ``pairs`` of f16 rows, which the first two
-kernels multiply and add. On sm_75 these two multiply f16 with the instructions it has (turing.cuh).
+All read rows of x as they lie. Where they cannot (act-order, rows that do not start on 16 bytes, for marlin_decode
+rows whose length is no multiple of 8) ``gather`` goes before them. float32 rows become ``pairs`` of f16 rows, which
+marlin_decode and marlin_tiled multiply and add. On sm_75 these multiply f16 with the instructions it has (turing.cuh).
 
-With numerics "int8_row" the first two multiply integers: ``quantize_rows`` makes whole numbers q[m, k] and factors d[m]
+With numerics "int8_row" these two multiply integers: ``quantize_rows`` makes whole numbers q[m, k] and factors d[m]
 of x (quantize.py), and with them
 
     y[m, n] = d[m] * sum over runs r of scale[n, r] * sum over k in r of q[m, k] * (code[n, k] - zero[n, r])
@@ -36,7 +37,7 @@ from . import marlin_hopper_plan as hopper
 from . import marlin_scales as scales
 from . import marlin_tiled_plan as tiled
 from .launch import Device, Part, Plan, fastest
-from .marlin_decode_plan import CHUNK, Decode, choose_decode, decode, refuse_decode
+from .marlin_decode_plan import CHUNK, DECODE_TOKENS, Decode, choose_decode, choose_many, decode, refuse_decode
 from .marlin_launch import WHOLE, gather_of, rows_read, with_rows, with_whole_rows
 from .marlin_tiled_plan import Tiled
 from .wgmma_plan import Wgmma
@@ -155,7 +156,8 @@ def plan(
     rows, before = rows_read(spec, m, device, x_dtype, aligned, whole)
     against = None if variant else refuse_decode(spec, rows, device, x_dtype, batch_invariant, whole)
     if variant is None and against is None:
-        variant = choose_decode(spec, device)
+        few = rows <= DECODE_TOKENS
+        variant = choose_decode(spec, device) if few else choose_many(spec, rows, device)
     rejected: tuple[tuple[str, str], ...] = ()
     if variant is None:
         variant, rejected = choose_tile(spec, rows, device, x_dtype, batch_invariant, whole)

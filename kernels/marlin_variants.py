@@ -10,7 +10,7 @@ from . import marlin_scales as scales
 from . import marlin_tiled_plan as tiled
 from . import quantize
 from .launch import CHECKED, Device, most_shared
-from .marlin_decode_plan import decode_run, parts_of_pair
+from .marlin_decode_plan import decode_run, parts_of_pair, row_tiles
 from .marlin_launch import WHOLE, variant_of
 from .marlin_plan import X_DTYPES, numerics, refuse_device
 from .wgmma_plan import NVRTC, SHARED
@@ -37,7 +37,8 @@ def variants(arch: int, elements: Sequence[str] | None = None) -> Iterator[tuple
             for t in tiled.TILES
             if tiled.refuse_tile(spec, device, x_dtype, t, whole) is None
         ]
-        forms = [(0, 0), *((parts, 0) for parts in parts_of_pair(spec, arch)), *((0, 1) for whole in known if whole)]
+        forms = [(0, 1, 0), *((parts, 1, 0) for parts in parts_of_pair(spec, arch)), *((0, 1, 1) for w in known if w)]
+        forms += [(0, tiles, 0) for tiles in row_tiles(spec, x_dtype, arch)[1:]]
         rows = [("marlin_decode", variant_of(spec, x_dtype, decode_run(spec), *form)) for form in forms]
         rows += [("marlin_tiled", tiled.variant(spec, x_dtype, t, whole)) for t, whole in tiles]
         for row in rows:

@@ -229,11 +229,51 @@ DEVICE void copy16_or_zero(u32 to, const void* from, bool wanted) {
       "r"(u32(wanted))
       : "memory");
 }
+// The same, or nothing at all.
+DEVICE void copy16_or_zero_if(u32 to, const void* from, bool wanted, bool any) {
+  asm volatile(
+      "{.reg .pred p, q; setp.eq.b32 p, %2, 0; setp.ne.b32 q, %3, 0;"
+      "@q cp.async.ca.shared.global.L2::128B [%0], [%1], 16, p;}" ::"r"(to), "l"(from), "r"(u32(wanted)), "r"(u32(any))
+      : "memory");
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+#endif
+
+// ---- named barriers of `threads` threads; 0 is __syncthreads' ----
+
+DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+DEVICE void report(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
+// ---- clusters of blocks, from sm_90 on ----
+
+#if __CUDA_ARCH__ >= 900
+// All threads of a cluster.
+DEVICE void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Nobody ends before the others have read its shared memory; no more than that.
+DEVICE void leave_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+// Four sums at a place of shared memory, of the cluster's block `rank`.
+DEVICE float4 load_of_block(u32 from, int rank) {
+  float4 v;
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(from), "r"(rank)
+      : "memory");
+  return v;
+}
+#else
+DEVICE void meet_cluster() {}
+DEVICE void leave_cluster() {}
+DEVICE float4 load_of_block(u32, int) { return {}; }
 #endif
 
 // ---- overlapping with the kernels before and after (Stage.overlap) ----

@@ -65,6 +65,9 @@ DEVICE void copy16(u32 to, const void* from, int bytes) {
   store_shared16(to, v);
 }
 DEVICE void copy16_or_zero(u32 to, const void* from, bool wanted) { copy16(to, from, wanted ? 16 : 0); }
+DEVICE void copy16_or_zero_if(u32 to, const void* from, bool wanted, bool any) {
+  if (any) copy16_or_zero(to, from, wanted);
+}
 DEVICE void copy4(u32 to, const void* from, bool wanted) {
   u32 v = 0;
   load_if<true, 1>(&v, from, wanted);

@@ -21,7 +21,7 @@ except UnsupportedError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 U4B8, F16 = list(ELEMENTS).index("u4b8"), list(SCALE_DTYPES).index("f16")
-DECODE = build.Request("marlin_decode", (U4B8, F16, F16, 0, 8, 0, 0, 0, 0), "sm_90")
+DECODE = build.Request("marlin_decode", (U4B8, F16, F16, 0, 8, 0, 0, 0, 1, 0), "sm_90")
 TILED = build.Request("marlin_tiled", (U4B8, F16, F16, 0, 4, 0, 0, 8, 4, 4, 1, 0), "sm_80")
 
 
@@ -31,7 +31,10 @@ def test_device_enumerations_are_the_canonical_rows() -> None:
     assert f"enum class Dtype : int {{ {', '.join(SCALE_DTYPES)} }};" in header
 
 
-@pytest.mark.parametrize("request_", [DECODE, TILED], ids=lambda r: r.kernel)
+MANY = [DECODE._replace(variant=(*DECODE.variant[:-2], tiles, 0)) for tiles in (2, 4)]
+
+
+@pytest.mark.parametrize("request_", [DECODE, *MANY, TILED], ids=lambda r: f"{r.kernel}-{r.variant[-2]}")
 def test_weights_arrive_in_16_byte_loads_and_nothing_spills(request_: build.Request) -> None:
     cubin = build.build(request_)
     report = cubins.resources(cubin)
@@ -54,7 +57,7 @@ def test_decode_asks_for_weights_before_it_waits_for_the_kernel_before(run: int,
     tool = cubins.disassembler()
     if tool is None:
         pytest.skip("no nvdisasm")
-    variant = (*DECODE.variant[:4], run, *DECODE.variant[5:7], pair, 0)
+    variant = (*DECODE.variant[:4], run, *DECODE.variant[5:7], pair, 1, 0)
     sass = cubins.disassemble(build.build(DECODE._replace(variant=variant)).image, tool)
     wait = next(i for i, op in enumerate(sass) if op.startswith("ACQBULK"))
     assert sum(op.startswith("LDG.") and ".128" in op for op in sass[:wait]) >= 8
@@ -80,7 +83,7 @@ E4M3, F32 = list(ELEMENTS).index("e4m3"), list(SCALE_DTYPES).index("f32")
 FACTORED = [
     build.Request("marlin_tiled", (E4M3, F16, F32, 0, 0, 1, 1, 2, 4, 1, 1, 0), "sm_80"),
     build.Request("marlin_tiled", (U4B8, F16, F16, 0, 4, 0, 0, 2, 4, 1, 1, 1), "sm_80"),
-    build.Request("marlin_decode", (E4M3, F32, F32, 0, 0, 1, 1, 2, 0), "sm_80"),
+    build.Request("marlin_decode", (E4M3, F32, F32, 0, 0, 1, 1, 2, 1, 0), "sm_80"),
     build.Request("mmq_tiled", (0, F16, F32, 0, 2, 1, 2, 2), "sm_80"),
 ]
 

@@ -6,6 +6,7 @@ What it cannot show is what the hardware does: occupancy, races between warps, s
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product as product_of
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,16 @@ MXFP4 = Case("e2m1", scale="e8m0", low=0, high=4, n=72, k=200, experts=3)
         (NVFP4, 40, "bfloat16", Tiled(2, 4, 1, 1, cut=True)),
         (replace(MXFP4, low=115, high=123), 20, "float16", Tiled(8, 2, 8, 1)),
         (MXFP4, 2, "bfloat16", None),
+        (Case("u4", zero=True, group=48, order=True, bias="f32"), 13, "float16", Decode(8, 1, 1, 2)),
+        (Case("u4", zero=True, scale="f32", group=128, n=200, k=520), 31, "bfloat16", Decode(8, 1, 1, 2)),
+        (Case("u4b8", group=64, bias="f16", n=200, k=520), 11, "bfloat16", Decode(6, 2, 2, 1)),
+        (Case("u8b128", scale="f16", group=64, n=130, k=336), 32, "float16", Decode(4, 2, 1, 1)),
+        (Case("u8", zero=True, scale="bf16", group=32, n=130, k=336), 9, "bfloat16", Decode(12, 1, 1, 3)),
+        (replace(FP8, bias="bf16"), 16, "float16", Decode(4, 2, 1, 2)),
+        (replace(FP8, group=-1, rows=0, scale="bf16"), 17, "bfloat16", Decode(4, 1, 3, 1)),
+        (NVFP4, 16, "bfloat16", Decode(8, 2, 1, 4)),
+        (NVFP4, 27, "float16", Decode(8, 1, 2, 2)),
+        (MXFP4, 20, "bfloat16", Decode(2, 2, 1, 1)),
     ],
     ids=str,
 )
@@ -98,19 +109,29 @@ def test_instructions_of_sm_75_make_the_products_of_newer_ones(
     np.testing.assert_array_equal(old, np.float64(x) @ dequantize(q, np.float64).T)
 
 
-@pytest.mark.parametrize("variant", [Decode(4, 2, 1), Decode(16, 1, 2)], ids=str)
+FEW = (Decode(4, 2, 1), Decode(16, 1, 2))
+SHARING = (Decode(4, 2, 1), Decode(8, 1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("variant", "ms"),
+    [*product_of(FEW, [(1, 3, 8)]), *product_of(SHARING, [(9, 16), (17, 32)])],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("group", "device"),
     [(32, TURING), (16, DEVICE), (32, DEVICE), (-1, DEVICE)],
     ids=lambda v: str(getattr(v, "arch", v)),
 )
 def test_decode_multiplies_any_number_of_rows_tile_after_tile(
-    group: int, variant: Decode, device: Device, folder: Path
+    group: int, variant: Decode, ms: tuple[int, ...], device: Device, folder: Path
 ) -> None:
     """Warps with several loop bodies of k, with a part of one and with none."""
+    if device is TURING and max(ms) > 8:
+        pytest.skip("has no clusters")
     q = random_quant(replace(EXACT, group=group, n=136, k=408))
     rng = np.random.default_rng(2)
-    for m in (1, 3, 8):
+    for m in ms:
         x = rng.integers(-4, 5, (m, 408)).astype(np.float16)
         got = product(q, x, variant, folder, device=device)
         np.testing.assert_array_equal(got, np.float64(x) @ dequantize(q, np.float64).T)

@@ -48,7 +48,7 @@ def test_one_launch_cuts_k_as_each_product_alone(spec: dict[str, object], aligne
         assert [type_of(a) for a in one.args] == parameters("marlin_decode")
         assert len(one.variant) == fields("marlin_decode")
         assert made.stages[:-1] == alone.stages[:-1]
-        parts = one.block // 32 // 2 * one.variant[-2]
+        parts = one.block // 32 // 2 * one.variant[-3]
         assert (parts, one.grid[1]) == (other.block // 32, other.grid[1])
         assert one.block <= 512
         assert one.shared + 128 <= A100.shared
@@ -60,7 +60,7 @@ def test_parts_of_one_module_begin_where_the_layout_puts_them() -> None:
     args = plan_pair(Part(spec, 0, 14336), Part(spec, 14336, 14336), 1, H200, "f16").stages[-1].args
     assert args[:5] == ("qweight", "scales", "qzeros", "global_scale", "bias")
     column = {"qweight": 8, "scales": 2, "qzeros": 0.5, "global_scale": 0, "bias": 2}  # bytes
-    assert args[-6:-1] == tuple(At(f"up.{name}", int(14336 * each)) for name, each in column.items())
+    assert args[-8:-3] == tuple(At(f"up.{name}", int(14336 * each)) for name, each in column.items())
     assert args[args.index("counters") + 2] == 14336
     assert choose_decode(spec, H200).columns >= 224
 
@@ -99,7 +99,7 @@ def test_two_products_on_sm_75_where_zero_points_and_two_parts_of_k_would_spill(
         plan_pair(whole(with_zeros), whole(with_zeros), 1, T4, "f16")
     for spec, device in ((spec_of(4096, 4096, 32), T4), (with_zeros, A100)):
         stage = plan_pair(whole(spec), whole(spec), 1, device, "f16").stages[-1]
-        assert stage.variant[-2] == 2
+        assert stage.variant[-3] == 2
         assert (stage.kernel, stage.variant, stage.target) in set(variants(device.arch))
 
 

@@ -264,6 +264,32 @@ def test_decode_fills_every_sm_with_two_blocks_where_most_take_two_tiles() -> No
     assert choose_decode(spec_of(34048, 8192, 128), H200) == Decode(4, 1, 266)
 
 
+def test_decode_takes_up_to_32_rows_on_hopper_where_that_was_measured_to_be_faster() -> None:
+    hopper = Device(90, 132, 232448, (13, 5))
+    taken = {
+        (4096, 4096): (Decode(8, 2, 64), Decode(8, 2, 64)),
+        (6144, 4096): (Decode(12, 1, 96), Decode(8, 1, 96)),
+        (5120, 5120): (Decode(12, 1, 80), None),
+        (14336, 4096): (Decode(12, 1, 112, 2), None),
+        (28672, 8192): (None, None),
+        (64, 256): (Decode(4, 1, 1), Decode(4, 1, 1)),
+    }
+    for shape, choices in taken.items():
+        for (first, last), choice in zip(((9, 16), (17, 32)), choices, strict=True):
+            for m, device in product((first, last), (hopper, H200)):
+                made = plan(spec_of(*shape), m, device, "f16")
+                decoded = made.stages[-1].kernel == "marlin_decode"
+                assert made.why.partition(":")[0] == str(choice) if choice else not decoded
+                assert not choice or (made.stages[-1].variant[-2], made.scratch) == (2 if m <= 16 else 4, 0)
+                assert not choice or made.stages[-1].cluster == choice.splits
+    for m, x_dtype, device in ((33, "f16", hopper), (9, "f32", hopper), (9, "f16", A100), (9, "f16", RTX_3090)):
+        assert plan(spec_of(4096, 4096), m, device, x_dtype).stages[-1].kernel != "marlin_decode"
+    assert plan(spec_of(4096, 4096), 9, hopper, "f16", numerics="int8_row").stages[-1].kernel == "marlin_tiled"
+    short = spec_of(4096, 4096, 32)
+    assert plan(short, 16, hopper, "f16").stages[-1].kernel == "marlin_decode"
+    assert ("decode", "serves up to 16 rows, this has 17") in plan(short, 17, hopper, "f16").rejected
+
+
 def test_a_batch_invariant_plan_adds_in_one_order_whatever_m_is() -> None:
     for spec, x_dtype, device in product(SPECS, ("f16", "bf16"), (A100, Device(90, 132, 232448, (13, 5)))):
         for m in (1, 8, 9, 64, 257, 4096):

@@ -26,7 +26,7 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, pytest.mark.mem
 TOLERANCE = {"float16": 1e-3, "bfloat16": 3e-3}
 # One row, one input; odd ones; one more than a tile of rows and of inputs, of either kernel.
 SHAPES = ((1, 1), (1, 40), (33, 17), (65, 129), (130, 300))
-MS = (1, 3, 8, 9, 17, 65)
+MS = (1, 3, 8, 9, 16, 17, 32, 65)
 STRIP_MS = (1, 2, 5, 8, 9, 33)
 
 KINDS = {

@@ -23,7 +23,7 @@ from warptile.runtime import Session
 
 pytestmark = pytest.mark.gpu
 
-MS = (0, 1, 2, 7, 8, 9, 16, 17, 33, 64, 100, 257)
+MS = (0, 1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 100, 257)
 TOLERANCE = {"float16": 1e-3, "bfloat16": 3e-3}
 SHAPES = ((64, 256), (72, 200), (130, 336), (257, 520), (200, 1003), (320, 192))
 

@@ -45,28 +45,6 @@ inline void store_shared_at(u32 to, int block, float4 v) {
   std::memcpy(shared + there, &v, 16);
 }
 
-inline void meet_cluster() { wait(of_cluster, blocks * blockDim.x, "the cluster, threads:"); }
-
-// ---- named barriers ----
-
-struct Named {
-  Barrier barrier;
-  u32 threads;
-};
-inline Named named[BLOCKS_AT_ONCE][16];
-inline Barrier& arriving(int barrier, int threads) {
-  if (barrier < 1 || barrier > 15 || threads % 32) refuse("no barrier %d of %d threads", barrier, threads);
-  Named& n = named[rank][barrier];
-  if (n.barrier.arrived == 0) n.threads = threads;
-  if (n.threads != u32(threads)) refuse("barrier %d of %d threads, which others have as %u", barrier, threads, n.threads);
-  return n.barrier;
-}
-inline void meet(int barrier, int threads) { wait(arriving(barrier, threads), threads, "a named barrier, threads:"); }
-inline void report(int barrier, int threads) {
-  Barrier& b = arriving(barrier, threads);
-  if (++b.arrived == u32(threads)) b = {0, b.turn + 1};
-}
-
 // ---- mbarriers ----
 
 struct Mbarrier {

@@ -66,6 +66,36 @@ T __shfl_xor_sync(u32, T v, int other) {
   return got;
 }
 
+// ---- named barriers ----
+
+struct Named {
+  Barrier barrier;
+  u32 threads;
+};
+inline Named named[BLOCKS_AT_ONCE][16];
+inline Barrier& arriving(int barrier, int threads) {
+  if (barrier < 1 || barrier > 15 || threads % 32) refuse("no barrier %d of %d threads", barrier, threads);
+  Named& n = named[rank][barrier];
+  if (n.barrier.arrived == 0) n.threads = threads;
+  if (n.threads != u32(threads)) refuse("barrier %d of %d threads, which others have as %u", barrier, threads, n.threads);
+  return n.barrier;
+}
+inline void meet(int barrier, int threads) { wait(arriving(barrier, threads), threads, "a named barrier, threads:"); }
+inline void report(int barrier, int threads) {
+  Barrier& b = arriving(barrier, threads);
+  if (++b.arrived == u32(threads)) b = {0, b.turn + 1};
+}
+
+// ---- clusters of blocks ----
+
+inline void meet_cluster() { wait(of_cluster, blocks * blockDim.x, "the cluster, threads:"); }
+inline void leave_cluster() { meet_cluster(); }
+inline float4 load_of_block(u32 from, int to) {
+  float4 v;
+  std::memcpy(&v, shared + from % WINDOW + to * WINDOW, sizeof v);
+  return v;
+}
+
 template <int LUT>
 u32 lop3(u32 a, u32 b, u32 c) {
   u32 d = 0;
@@ -197,6 +227,9 @@ inline void copy16(u32 to, const void* from, int bytes) {
   std::memcpy(shared + to, from, bytes);
 }
 inline void copy16_or_zero(u32 to, const void* from, bool wanted) { copy16(to, from, wanted ? 16 : 0); }
+inline void copy16_or_zero_if(u32 to, const void* from, bool wanted, bool any) {
+  if (any) copy16_or_zero(to, from, wanted);
+}
 inline void copy_commit() {}
 template <int PENDING>
 void copy_wait() {}
