@@ -6,6 +6,10 @@
 //   copies the x of the slices that come next to a place of its own in shared memory, where its sums go later.
 //   Sums of a group are scaled in fp32, added over the warps in order, then over the splits in order by the last block.
 //
+// Of more than 8 rows, x would come from L2 as often as there are tiles, 2 bytes for each byte of W with 32: warps of two
+// tiles share it, where SMs have two. x of the next loop body is copied while this one's is multiplied. Splits of k are the
+// two blocks of a cluster, which read each other's sums: through memory that takes 2 us.
+//
 // A pair is y = silu(x G^T) * (x U^T), both products rounded to y's type first: half the warps of a block take a tile of
 // G, the others the same tile of U. k is cut into as many parts as for one matrix, so that sums have the same bits.
 #include "decode.cuh"
