@@ -134,9 +134,20 @@ def test_many_rows_go_to_hoppers_tensor_cores_and_few_to_8_bits(kind: str, x_dty
     for m in (1, 8, 9, 16, 17, 32, 33, 4096):
         made = plan(spec_of(kind), m, H200, x_dtype)
         assert (made.stages[-1].kernel == "mmq_wgmma") == (m >= fewest)
-        assert (made.quantizes is None) == (m >= fewest)
-        assert plan(spec_of(kind), m, H200, x_dtype, numerics="int8").quantizes == "int8"
+        for numerics, int8 in ((None, m < fewest), ("int8", True)):
+            given = plan(spec_of(kind), m, H200, x_dtype, numerics=numerics, quantized=True)
+            assert given.quantizes == ("int8" if int8 else None)
     assert plan(spec_of(kind), 1, H200, x_dtype, numerics="exact").stages[-1].kernel == "mmq_wgmma"
+
+
+@pytest.mark.parametrize(
+    ("kind", "x_dtype"), [("q4_0", "f16"), ("q8_0", "f16"), ("q4_k", "f16"), ("q6_k", "f16"), ("mxfp4", "bf16")]
+)
+@pytest.mark.parametrize(("n", "m"), [(28672, 256), (28672, 2048), (14336, 2048)])
+def test_many_rows_take_the_tile_that_measured_fastest(kind: str, x_dtype: str, n: int, m: int) -> None:
+    """benchmarks/results/tiles.jsonl; of q4_0 at 256 rows the second fastest."""
+    made = plan(spec_of(kind, n, 8192 if n == 28672 else 4096), m, H200, x_dtype)
+    assert made.why.startswith("wgmma 128 x 256, 2 blocks share x")
 
 
 def test_tiles_that_do_not_fit_are_refused_with_the_reason() -> None:
