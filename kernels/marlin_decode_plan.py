@@ -30,9 +30,6 @@ LARGE = 1 << 27
 4096 (H200)."""
 
 
-SLOWER = "slower for few rows of a matrix of this size"
-
-
 @dataclass(frozen=True)
 class Decode:
     """How marlin_decode divides the work: ``columns`` x ``splits`` blocks of ``warps`` warps, which also split k; a
@@ -97,8 +94,10 @@ def refuse_decode(
 def refuse_many(spec: Spec, rows: int, device: Device) -> str | None:
     """None if more than 8 rows take less time than with wgmma. H200, 2026-11-30, u4b8 in groups of 128, us for wgmma's:
     28672 x 8192, 16 rows: 39.7 for 38.5; 14336 x 4096, 16 / 32 rows: 13.5 for 17.3 / 17.8 for 17.4; 5120 x 5120,
-    32 rows: 13.1 for 12.1."""
+    32 rows: 13.1 for 12.1; in groups of 16, 16 rows: 14336 x 4096 18.9 for 17.4, 4096 x 4096 7.2 for 9.3."""
     tiles = spec["n_padded"] // 64
+    if spec["group"] == 16 and not ELEMENTS[spec["element"]].is_float and tiles > device.sms:
+        return f"slower than wgmma for {rows} rows of integers with a scale for every 16 k"
     if spec["n_padded"] * spec["k_padded"] >= LARGE:
         return f"slower than wgmma for {rows} rows of a large matrix"
     # With 32 rows mma.sync at its own rate takes as long as reading, so the SM with the most work decides.
@@ -192,10 +191,12 @@ def decode(
         overlap=device.overlaps,
     )
     cut = d.splits > 1 and not many
+    slower = "slower for few rows of a matrix of this size"
+    against = ("wgmma", slower) if many else ("tiled", f"its smallest tile has 16 tokens, this has {rows}")
     return Plan(
         (before, stage) if before else (stage,),
         f"{d}: at m <= {8 * tiles_of(rows)} the time is that of reading the weights once",
         scratch=4 * d.splits * matrices * rows * tiles * 64 if cut else 0,
         counters=tiles if cut else 0,
-        rejected=(("wgmma", SLOWER),) if many else (("tiled", f"its smallest tile has 16 tokens, this has {rows}"),),
+        rejected=(against,),
     )

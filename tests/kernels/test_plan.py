@@ -288,6 +288,8 @@ def test_decode_takes_up_to_32_rows_on_hopper_where_that_was_measured_to_be_fast
     short = spec_of(4096, 4096, 32)
     assert plan(short, 16, hopper, "f16").stages[-1].kernel == "marlin_decode"
     assert ("decode", "serves up to 16 rows, this has 17") in plan(short, 17, hopper, "f16").rejected
+    for n, kernel in ((4096, "marlin_decode"), (14336, "marlin_wgmma")):
+        assert plan(spec_of(n, 4096, 16), 16, hopper, "f16").stages[-1].kernel == kernel
 
 
 def test_a_batch_invariant_plan_adds_in_one_order_whatever_m_is() -> None:
