@@ -26,8 +26,8 @@ CHUNK = 8
 """Numbers of x in one copy of 16 bytes: rows of another length are gathered."""
 
 LARGE = 1 << 27
-"""Weights from which on wgmma reads groups of 16 faster than decode: 44 us for 53 at 28672 x 8192, as fast at 14336 x
-4096 (H200)."""
+"""Weights from which on wgmma is faster for more than 8 rows, and in groups of 16 for any (H200: 44 us for 53 at 28672
+x 8192, as fast at 14336 x 4096)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def refuse_decode(
     most = DECODE_TOKENS if whole or pair else 8 * row_tiles(spec, x_dtype, device.arch)[-1]
     if rows > most:
         return f"serves up to {most} rows, this has {rows}"
-    if rows > DECODE_TOKENS and (reason := refuse_many(spec, rows, device)):
+    if rows > DECODE_TOKENS and (reason := refuse_many(spec, rows, device)) is not None:
         return reason
     integers = ELEMENTS[spec["element"]].bits == 4 and not ELEMENTS[spec["element"]].is_float
     large = spec["n_padded"] * spec["k_padded"] >= LARGE
@@ -97,12 +97,13 @@ def refuse_many(spec: Spec, rows: int, device: Device) -> str | None:
     32 rows: 13.1 for 12.1; in groups of 16, 16 rows: 14336 x 4096 18.9 for 17.4, 4096 x 4096 7.2 for 9.3."""
     tiles = spec["n_padded"] // 64
     if spec["group"] == 16 and not ELEMENTS[spec["element"]].is_float and tiles > device.sms:
-        return f"slower than wgmma for {rows} rows of integers with a scale for every 16 k"
+        return f"slower for {rows} rows of integers with a scale for every 16 k"
     if spec["n_padded"] * spec["k_padded"] >= LARGE:
-        return f"slower than wgmma for {rows} rows of a large matrix"
-    # With 32 rows mma.sync at its own rate takes as long as reading, so the SM with the most work decides.
+        return f"slower for {rows} rows of a large matrix"
+    # With 32 rows mma.sync at its own rate takes as long as reading, so the SM with the most work decides: a cluster of
+    # two blocks for each tile finds SMs for all, or a block for each is a fair share (80 tiles of 132 SMs are not).
     if rows > 16 and (tiles > device.sms or device.sms < 2 * tiles < 1.4 * device.sms):
-        return f"slower than wgmma for {rows} rows where SMs have different shares of the work"
+        return f"slower for {rows} rows where SMs have different shares of the work"
     return None
 
 
@@ -191,11 +192,12 @@ def decode(
         overlap=device.overlaps,
     )
     cut = d.splits > 1 and not many
-    slower = "slower for few rows of a matrix of this size"
+    slower = hopper.refuse(spec, device, x_dtype) or "slower for few rows of a matrix of this size"
     against = ("wgmma", slower) if many else ("tiled", f"its smallest tile has 16 tokens, this has {rows}")
+    time = "faster for few rows of a matrix of this size" if many else "the time is that of reading the weights once"
     return Plan(
         (before, stage) if before else (stage,),
-        f"{d}: at m <= {8 * tiles_of(rows)} the time is that of reading the weights once",
+        f"{d}: at m <= {8 * tiles_of(rows)} {time}",
         scratch=4 * d.splits * matrices * rows * tiles * 64 if cut else 0,
         counters=tiles if cut else 0,
         rejected=(against,),

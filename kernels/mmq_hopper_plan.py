@@ -17,14 +17,14 @@ from .wgmma_plan import SHARED, Wgmma
 
 Spec = Mapping[str, Any]
 
-# us of a step of 64 k of a tile, for lean kinds and for others; H200, 2026-11-30, q4_0, mxfp4 and q4_k, q6_k.
+# us of a step of 64 k of a tile, for q4_0, other lean kinds, the rest; H200, 2026-11-30, q4_0, mxfp4 and q4_k, q6_k.
 STEP_COST = {
-    Wgmma(256, 16, 1): (0.37, 0.6),
-    Wgmma(512, 16, 1): (0.71, 1.2),
-    Wgmma(256, 32, 1): (0.41, 0.62),
-    Wgmma(256, 64, 1): (0.51, 0.71),
-    Wgmma(256, 128, 1): (0.76, 0.93),
-    Wgmma(128, 256, 1, cluster=2): (0.72, 0.8),
+    Wgmma(256, 16, 1): (0.37, 0.37, 0.6),
+    Wgmma(512, 16, 1): (0.71, 0.71, 1.2),
+    Wgmma(256, 32, 1): (0.41, 0.41, 0.62),
+    Wgmma(256, 64, 1): (0.51, 0.51, 0.71),
+    Wgmma(256, 128, 1): (0.71, 0.76, 0.93),
+    Wgmma(128, 256, 1, cluster=2): (0.72, 0.72, 0.8),
 }
 TILES = tuple(STEP_COST)
 
@@ -77,7 +77,7 @@ def fewest(spec: Spec, x_dtype: str) -> int:
 def estimate(spec: Spec, m: int, device: Device, x_dtype: str, w: Wgmma) -> float:
     """us on an H200, roughly."""
     count = wgmma.tiles(w, spec["n_padded"], m)
-    step = STEP_COST[replace(w, cut=False)][0 if _lean(spec, x_dtype) else 1]
+    step = STEP_COST[replace(w, cut=False)][2 if not _lean(spec, x_dtype) else 0 if spec["kind"] == "q4_0" else 1]
     return wgmma.estimate(w, count, step, spec["k_padded"], device)
 
 

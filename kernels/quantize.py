@@ -110,9 +110,10 @@ def _variant(kind: str, x_dtype: str) -> tuple[int, ...]:
 def quantize(x: Array, kind: str) -> tuple[Array, Array]:
     """``quantized`` [m, kp] and ``factors`` of x [m, k] float16, bfloat16 or float32: every bit as the kernel's."""
     of, (m, k) = KINDS[kind], x.shape
-    wide = np.zeros((m, padded(k)), np.float32)
+    kp, block = padded(k), of.block or padded(k)
+    wide = np.zeros((m, kp), np.float32)
     wide[:, :k] = x
-    blocks = wide.reshape(m, -1, of.block or padded(k))
+    blocks = wide.reshape(m, kp // block, block)
     with np.errstate(all="ignore"):
         amax = np.abs(blocks).max(axis=2)
         finite = np.isfinite(amax)
@@ -124,16 +125,16 @@ def quantize(x: Array, kind: str) -> tuple[Array, Array]:
             factors = np.stack([d, np.where(finite, _sums(blocks), d)], axis=2) if of.factors == 2 else d
         else:
             codes, factors = v.astype(of.dtype), d
-    return codes.reshape(m, -1), factors
+    return codes.reshape(m, kp), factors
 
 
 def dequantize(quantized: Array, factors: Array, kind: str, k: int) -> Array:
     """float64 [m, k]: d * q."""
-    of, m = KINDS[kind], len(quantized)
+    of, (m, kp) = KINDS[kind], quantized.shape
     d = factors[..., 0] if of.factors == 2 else factors
-    blocks = quantized.reshape(m, -1, of.block or padded(k)).astype(np.float64)
+    blocks = quantized.reshape(m, kp // (of.block or kp), of.block or kp).astype(np.float64)
     with np.errstate(invalid="ignore"):
-        return (blocks * d[..., None]).reshape(m, -1)[:, :k]
+        return (blocks * d[..., None]).reshape(m, kp)[:, :k]
 
 
 def _sums(blocks: Array) -> Array:

@@ -238,7 +238,8 @@ class Cuda:
         """A product of regular rows, at most ROWS of them at once."""
         for start in range(0, p.x.rows, ROWS):
             part, to = some(p.x, start), some(out, start)
-            bound = self.ready.product(p.module, p.x.dtype, part.rows, part.aligned, p.numerics, p.quantized, stream)
+            how = part.aligned, p.numerics, p.quantized is not None
+            bound = self.ready.product(p.module, p.x.dtype, part.rows, *how, stream)
             added = None if p.residual is None else some(p.residual, start)
             operands = {"x": part.pointer, "y": to.pointer, "ldx": part.row_stride or 0, "ldy": to.row_stride or 0}
             if added is not None:
@@ -295,14 +296,15 @@ class Cuda:
             for module in modules:
                 dtype = module.element if module.element in ("f16", "bf16") else "f16"
                 if isinstance(self.ready.plan(module, 1, dtype, True, None), str):
-                    self.ready.product(module, dtype, 1, True, None, None, None)
+                    self.ready.product(module, dtype, 1, True, None, False, None)
                 else:
                     self.ready.resident(module)
 
     def prepare(
         self, modules: Sequence[Module], ms: Sequence[int], dtypes: Sequence[str], numerics: str | None
     ) -> None:
-        """Runs every product once on zeros: that loads kernels (cuBLAS's own too) and grows this stream's lane."""
+        """Runs every product once on zeros: that loads kernels (cuBLAS's own too) and grows this stream's lane.
+        Where it rounds x to 8 bits, the product of a handle is made ready too."""
         import cupy
 
         todo = [(module, min(m, ROWS), dtype) for module in modules for dtype in dtypes for m in ms if m]
@@ -317,7 +319,10 @@ class Cuda:
                 x, y = cupy.zeros((m, module.k), bits), cupy.empty((m, module.n), bits)
                 source, target = (replace(kind.operand(array), dtype=dtype) for array in (x, y))
                 for aligned in (False, True):
-                    self.ready.product(module, dtype, m, aligned, numerics, None, None)
+                    self.ready.product(module, dtype, m, aligned, numerics, False, None)
+                    given = self.ready.plan(module, m, dtype, aligned, numerics, True)
+                    if not isinstance(given, str) and given.quantizes is not None:
+                        self.ready.product(module, dtype, m, aligned, given.quantizes, True, None)
                 for shared in module.numerics:
                     if shared in KINDS:
                         self.ready.quantizer(source, shared, None)

@@ -20,7 +20,6 @@ from .cublas import Cublas
 from .dense import BITS, Dense, bias_of, decode, dense
 from .launch import Bound, Kernels
 from .load import Uploader, Weights
-from .product import Quantized
 from .scratch import allocating, capture_id
 
 BOUND_LIMIT = 16384
@@ -58,17 +57,17 @@ class Ready:
         m: int,
         aligned: bool,
         numerics: str | None,
-        handle: Quantized | None,
+        quantized: bool,
         stream: int | None,
     ) -> Bound | Dense:
-        """The bound plan of a product, or the dense weights when no kernel of ours runs it."""
-        key = module.name, dtype, m, aligned, numerics, handle is not None
-        bound = self._bound.get(key)
-        if bound is not None and (handle is None or isinstance(bound, Bound)):
+        """The bound plan of a product, or the dense weights when no kernel of ours runs it. ``quantized``: of an x that
+        is in the 8 bits of ``numerics`` already."""
+        key = module.name, dtype, m, aligned, numerics, quantized
+        if (bound := self._bound.get(key)) is not None:
             return bound
         with self._lock:
-            plan = self.plan(module, m, dtype, aligned, numerics, handle is not None)
-            if handle is not None and (isinstance(plan, str) or plan.quantizes != handle.numerics):
+            plan = self.plan(module, m, dtype, aligned, numerics, quantized)
+            if quantized and (isinstance(plan, str) or plan.quantizes != numerics):
                 found = plan if isinstance(plan, str) else plan.why
                 raise UnsupportedError(
                     "no kernel takes x in 8 bits", tensor=module.name, found=found, do="pass x itself"
@@ -79,7 +78,7 @@ class Ready:
                     tensor=module.name, found=plan, do="open a session without batch_invariant for it",
                 )  # fmt: skip
             if not self._warm(plan, (module,), dtype):
-                self._refuse_cold(module.name, m, stream)
+                self._refuse_cold(module.name, m, stream, f", numerics={numerics!r}" if numerics else "")
             with allocating():
                 if len(self._bound) >= BOUND_LIMIT:
                     self._bound.clear()

@@ -214,7 +214,8 @@ class Session:
         return backend.swiglu(Pair(first, second, target))
 
     def quantize(self, x: Any, numerics: str = "int8") -> Quantized:
-        """x [.., k] rounded to 8 bits once, on the caller's current stream, for every ``linear`` that reads it.
+        """x [.., k] rounded to 8 bits once, on the caller's current stream, for every ``linear`` that reads it: strips
+        take "int8" (FP8 strips "e4m3"), Marlin tiles of integers "int8_row".
 
         The handle belongs to this session, this k and this stream, or to the graph being captured. Use it in a ``with``
         statement, or ``close()`` it, or let it go: its memory then serves the next one on the stream.
@@ -251,7 +252,7 @@ class Session:
             lines = (f"{part}{expert}{stored.name}{copied}", *lines)
         return Explanation(module.name, m, module.n, module.k, backend.device, lines)
 
-    def load(self, names: Iterable[str] | None = None) -> None:
+    def load(self, names: str | Iterable[str] | None = None) -> None:
         """Upload modules now instead of on first use; all of them by default."""
         self._backend.load(self._stored(names))
 
@@ -259,13 +260,15 @@ class Session:
         self,
         m: int | Iterable[int],
         dtype: str | Iterable[str] = ("float16", "bfloat16"),
-        names: Iterable[str] | None = None,
+        names: str | Iterable[str] | None = None,
         numerics: str | None = None,
         swiglu: Iterable[tuple[str, str]] = (),
     ) -> None:
         """Upload, compile and allocate for products of m rows, so that a graph capture finds everything in place.
 
-        ``swiglu`` lists the (gate, up) that will be multiplied as pairs; ``names`` then are by default just these.
+        ``swiglu`` lists the (gate, up) that will be multiplied as pairs; ``names`` then are by default just these, else
+        all that do ``numerics``. A product of a handle finds everything in place where x itself would be rounded alike:
+        name its ``numerics`` where by default x is not.
         """
         ms = [_extent(value) for value in (m if isinstance(m, Iterable) else [m])]
         dtypes = [_activation(value) for value in ([dtype] if isinstance(dtype, str) else dtype)]
@@ -273,15 +276,19 @@ class Session:
         for pair in pairs:
             _check_pair(*pair)
         modules = self._stored([one.name for pair in pairs for one in pair] if pairs and names is None else names)
+        able = [module for module in modules if numerics is None or numerics in module.numerics]
+        if names is None and able:
+            modules = able
         for module in modules:
             check_numerics(module, numerics)
         self._backend.prepare(modules, ms, dtypes, numerics)
         self._backend.prepare_pairs(pairs, ms, dtypes)
 
-    def _stored(self, names: Iterable[str] | None) -> list[Module]:
+    def _stored(self, names: str | Iterable[str] | None) -> list[Module]:
         """The modules that hold these linears, each once; all by default."""
         catalog = self._catalog
-        modules = map(catalog.stored, map(catalog.module, catalog.modules if names is None else names))
+        names = catalog.modules if names is None else [names] if isinstance(names, str) else names
+        modules = map(catalog.stored, map(catalog.module, names))
         return list({module.name: module for module in modules}.values())
 
 

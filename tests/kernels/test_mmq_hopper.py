@@ -140,14 +140,13 @@ def test_many_rows_go_to_hoppers_tensor_cores_and_few_to_8_bits(kind: str, x_dty
     assert plan(spec_of(kind), 1, H200, x_dtype, numerics="exact").stages[-1].kernel == "mmq_wgmma"
 
 
-@pytest.mark.parametrize(
-    ("kind", "x_dtype"), [("q4_0", "f16"), ("q8_0", "f16"), ("q4_k", "f16"), ("q6_k", "f16"), ("mxfp4", "bf16")]
-)
+@pytest.mark.parametrize(("kind", "x_dtype"), [("q8_0", "f16"), ("q4_k", "f16"), ("q6_k", "f16"), ("mxfp4", "bf16")])
 @pytest.mark.parametrize(("n", "m"), [(28672, 256), (28672, 2048), (14336, 2048)])
 def test_many_rows_take_the_tile_that_measured_fastest(kind: str, x_dtype: str, n: int, m: int) -> None:
-    """benchmarks/results/tiles.jsonl; of q4_0 at 256 rows the second fastest."""
-    made = plan(spec_of(kind, n, 8192 if n == 28672 else 4096), m, H200, x_dtype)
-    assert made.why.startswith("wgmma 128 x 256, 2 blocks share x")
+    """benchmarks/results/tiles.jsonl; q4_0 takes within 2 % as long in either."""
+    spec = spec_of(kind, n, 8192 if n == 28672 else 4096)
+    assert plan(spec, m, H200, x_dtype).why.startswith("wgmma 128 x 256, 2 blocks share x")
+    assert plan(spec_of("q4_0"), m, H200, "f16").why.startswith("wgmma 256 x 128")
 
 
 def test_tiles_that_do_not_fit_are_refused_with_the_reason() -> None:

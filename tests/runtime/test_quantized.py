@@ -45,6 +45,24 @@ def test_one_handle_serves_every_product_that_reads_the_same_x(session):
     assert (handle.shape, handle.dtype, handle.numerics) == (X.shape, "f16", "int8")
 
 
+@pytest.mark.parametrize("numerics", KINDS)
+def test_no_rows_are_rounded_like_any_other(session, numerics):
+    codes, factors = quantize(X[0][:0], numerics)
+    assert (len(codes), len(factors), values(codes, factors, numerics, 200).shape) == (0, 0, (0, 200))
+    assert session.quantize(X[:0], numerics).shape == (0, 3, 200)
+    if numerics == "int8":
+        assert session.linear("q", X[:0], numerics=numerics).shape == (0, 3, 72)
+        assert session.linear("q", session.quantize(X[:0])).shape == (0, 3, 72)
+
+
+def test_prepare_takes_one_name_and_by_default_all_that_do_the_numerics(session):
+    session.prepare(4, names="q", numerics="int8")
+    session.prepare(4, numerics="int8")  # lm_head does not
+    session.load("q")
+    with pytest.raises(UnsupportedError, match="do not multiply with e4m3"):
+        session.prepare(4, numerics="e4m3")
+
+
 def test_exact_numerics_do_not_round_x(session):
     np.testing.assert_array_equal(session.linear("q", X, numerics="exact"), exact(QUANTS["q"], X))
 
@@ -199,6 +217,36 @@ def test_a_cold_call_inside_a_capture_names_prepare(cp, gpu):
         try:
             with pytest.raises(RuntimeError, match=r"session\.prepare\(6\)"):
                 gpu.quantize(x)
+        finally:
+            stream.end_capture()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "numerics"), [(1, None), (6, None), (40, "int8")])
+def test_prepare_makes_the_product_of_a_handle_ready_for_a_capture(cp, gpu, m, numerics):
+    gpu.prepare(m, "float16", numerics=numerics)
+    x, y, stream = (
+        cp.asarray(random_x((m, 200), "float16")),
+        cp.empty((m, 72), cp.float16),
+        cp.cuda.Stream(non_blocking=True),
+    )
+    with stream:
+        stream.begin_capture(cp.cuda.runtime.streamCaptureModeRelaxed)
+        gpu.linear("q", gpu.quantize(x), out=y)
+        stream.end_capture().launch(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(y.get(), gpu.linear("q", x, numerics="int8").get())
+
+
+@pytest.mark.gpu
+def test_a_cold_product_inside_a_capture_names_its_numerics(cp, gpu):
+    x, stream = cp.asarray(random_x((40, 200), "float16")), cp.cuda.Stream(non_blocking=True)
+    gpu.prepare(40, "float16")
+    with stream:
+        stream.begin_capture(cp.cuda.runtime.streamCaptureModeRelaxed)
+        try:
+            with pytest.raises(RuntimeError, match=r"session\.prepare\(40, numerics='int8'\)"):
+                gpu.linear("q", x, numerics="int8")
         finally:
             stream.end_capture()
 
