@@ -24,7 +24,7 @@ demo: $(BIN)/.installed
 	$(BIN)/python examples/multiply.py build/demo/marlin $(DEMO)/expected.npz
 
 test: $(BIN)/.installed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 fuzz: $(BIN)/.installed
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
