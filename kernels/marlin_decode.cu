@@ -160,7 +160,9 @@ __global__ void __launch_bounds__(max_threads(V), 1)
   constexpr int CHUNKS = 2 * DEPTH, ROW = CHUNKS * 16 + 16;
   static_assert(SHARED || ROW <= RED * 4);
   const int at_once = 32 / CHUNKS << (SHARED ? wide : 0), passes = (m + at_once - 1) / at_once;
-  const int row = (SHARED ? set * (32 / CHUNKS) : 0) + lane / CHUNKS * (SHARED ? 1 : passes), chunk = lane % CHUNKS;
+  constexpr bool AGAIN = __CUDA_ARCH__ < 900; // lanes without a row of their own copy others' again: a register less
+  const int first_row = AGAIN ? min(lane / CHUNKS * passes, m - passes) : lane / CHUNKS * passes;
+  const int row = SHARED ? set * (32 / CHUNKS) + lane / CHUNKS : first_row, chunk = lane % CHUNKS;
   float* sums = reinterpret_cast<float*>(dynamic + (SHARED ? 2 * parts * m * ROW : 0)); // [2][sets][parts][m][RED]
   auto part_of_sums = [&](int parity, int i) {
     return sums + ((parity * (SHARED ? 1 + wide : MATRICES) + set) * parts + own + i) * m * RED;
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(max_threads(V), 1)
     } else {
 #pragma unroll 1
       for (int i = 0; i < passes; i++, from += ldx, to += ROW)
-        if (to < x_at + m * ROW) copy16_or_zero(to, from, inside);
+        if (AGAIN || to < x_at + m * ROW) copy16_or_zero(to, from, inside);
     }
     copy_commit();
   };

@@ -50,8 +50,11 @@ def decode_run(spec: Spec) -> int:
 
 
 def parts_of_pair(spec: Spec, arch: int) -> tuple[int, ...]:
-    """How many parts of k a warp of a pair may take: on sm_75 zero points of 4-bit codes leave registers for one."""
-    return (1,) if arch < 80 and spec["zero"] and ELEMENTS[spec["element"]].bits == 4 else (1, 2)
+    """How many parts of k a warp of a pair may take: one with zero points where a loop body has two scales for 4-bit
+    codes or four for 8-bit ones, and on sm_75 with all 4-bit codes, as two spill."""
+    bits, run = ELEMENTS[spec["element"]].bits, decode_run(spec)
+    short = run == 4 if bits == 4 else run == 1
+    return (1,) if spec["zero"] and (short or (arch < 80 and bits == 4)) else (1, 2)
 
 
 def long_runs(spec: Spec) -> bool:
