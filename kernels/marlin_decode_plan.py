@@ -49,6 +49,11 @@ def decode_run(spec: Spec) -> int:
     return run_of(spec, 32 // ELEMENTS[spec["element"]].bits)
 
 
+def bodies_of(spec: Spec) -> int:
+    """Loop bodies in all of k."""
+    return max(1, spec["k_padded"] // (16 * 32 // ELEMENTS[spec["element"]].bits))
+
+
 def parts_of_pair(spec: Spec, arch: int) -> tuple[int, ...]:
     """How many parts of k a warp of a pair may take: one with zero points where a loop body has two scales for 4-bit
     codes or four for 8-bit ones, and on sm_75 with all 4-bit codes, as two spill."""
@@ -115,7 +120,7 @@ def choose_many(spec: Spec, rows: int, device: Device) -> Decode:
     16 rows, us: 12 warps for 8 at 8192 x 8192 13.7 for 14.2; two tiles abreast for one at 14336 x 4096 13.6 for 14.8;
     clusters of two for one block at 4096 x 4096 6.9 for 7.7 (32 rows 8.5 for 10.6), of four 13.6: they take turns."""
     tiles = spec["n_padded"] // 64
-    bodies = max(1, spec["k_padded"] // (16 * 32 // ELEMENTS[spec["element"]].bits))
+    bodies = bodies_of(spec)
     splits = 2 if 2 * tiles <= device.sms and bodies >= 8 else 1
     warps = 12 if splits == 1 and rows <= 16 and bodies >= 12 and long_runs(spec) else 8 if bodies >= 8 else 4
     if tiles <= device.sms:
@@ -128,7 +133,7 @@ def choose_many(spec: Spec, rows: int, device: Device) -> Decode:
 def choose_decode(spec: Spec, device: Device) -> Decode:
     """About 16 warps for each SM, but 4 to 16 in a block and two loop bodies of k for each."""
     tiles = spec["n_padded"] // 64
-    bodies = max(1, spec["k_padded"] // (16 * 32 // ELEMENTS[spec["element"]].bits))
+    bodies = bodies_of(spec)
     wide = spec["scale"] == "f32" and not scales.block(spec)
     many_scales = wide and 0 < decode_run(spec) < 32 // ELEMENTS[spec["element"]].bits
     most = 8 if many_scales else 16
