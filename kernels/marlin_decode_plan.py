@@ -51,7 +51,7 @@ def decode_run(spec: Spec) -> int:
 
 def bodies_of(spec: Spec) -> int:
     """Loop bodies in all of k."""
-    return max(1, spec["k_padded"] // (16 * 32 // ELEMENTS[spec["element"]].bits))
+    return max(1, int(spec["k_padded"]) // (16 * 32 // ELEMENTS[spec["element"]].bits))
 
 
 def parts_of_pair(spec: Spec, arch: int) -> tuple[int, ...]:
